@@ -37,6 +37,7 @@ from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.shared_memory import Handle, gpu_of
 from mcore_bridge.weights.plan.boxes import Table
 from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.transfer.copier import AllocationLayout, PlacedMaker
 
 if TYPE_CHECKING:  # they need einops, which vLLM and SGLang have; engines on the trainer's machine do without
     from mcore_bridge.engines.guest import Guest
@@ -265,22 +266,33 @@ class EngineWorker:
         assert self._engine is not None
         return self._engine.more_handles(count)
 
-    def ask_pull(self, specs: Sequence[TensorSpec], handles: Sequence[Handle]) -> None:
-        """Copy out of the trainer's memory from now on, if this process can open it."""
+    def ask_pull(self, specs: Sequence[TensorSpec], handles: Sequence[Handle]) -> bool:
+        """Copy out of the trainer's memory from now on, if this process can open it; and whether it can encode."""
         assert self._engine is not None
         self._puller = Puller(self._engine, specs, self.device)
         self._puller.announce()  # a map that cannot be used refuses now, so that a ring is tried
         self._puller.open(handles)
+        return self._puller.can_encode
 
     def ask_pull_announce(self) -> None:
         """Announce a round in which this process copies out of the trainer's memory."""
         assert self._puller is not None
         self._puller.announce()
 
-    def ask_pull_begin(self, handles: Sequence[Handle]) -> None:
+    def ask_pull_make_by(self, maker: PlacedMaker) -> None:
+        """Make codes and scales by ``maker`` from now on."""
+        assert self._puller is not None
+        self._puller.make_by(maker)
+
+    def ask_pull_begin(self, handles: Sequence[Handle], layout: AllocationLayout | None, makes: bool) -> None:
         """Open the trainer's memory."""
         assert self._puller is not None
-        self._puller.begin(handles)
+        self._puller.begin(handles, layout, makes)
+
+    def ask_pull_wrong(self) -> tuple[int, int] | None:
+        """What could not be made."""
+        assert self._puller is not None
+        return self._puller.wrong()
 
     def ask_pull_copy(self, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
         """Run copies out of the trainer's memory."""

@@ -91,6 +91,11 @@ def scales_of(codec: Codec, scales: Tensor, overall: Tensor | None = None) -> Te
     return scales * overall if codec.overall == "multiplies" else scales / overall
 
 
+def as_bytes(scales: Tensor) -> Tensor:
+    """View scales of one byte as uint8, since torch cannot choose between elements of float8; others stay."""
+    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
+
+
 def decoded(codec: Codec, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers times scales (both fp32; the scales broadcast to the numbers), in ``dtype``."""
     if codec.rounded_to is None or codec.rounded_to == torch.float32:

@@ -177,7 +177,8 @@ class Route(NoRoute):
         assert self._map is not None
         tensors = bind(self._models, **of_model(self._options)).tensors
         writer = PullWriter(self._map, self.line)
-        self.line("pull", tuple(TensorSpec.of(spec.name, spec) for spec in manifest), writer.open(tensors.values()))
+        specs = tuple(TensorSpec.of(spec.name, spec) for spec in manifest)
+        writer.can_encode = self.line("pull", specs, writer.open(tensors.values()))
         self._writer, self._announce, self._is_announced = writer, writer.announce, True
 
     def _open_ring(self, manifest: Manifest) -> None:

@@ -172,7 +172,7 @@ def test_functions_are_short_and_take_little() -> None:
         "factory/add_adapters.add_adapters",
         "factory/build.build_model",
         "weights/save.save_hf_checkpoint",
-        "weights/sent/triton_encode._encode",
+        "weights/sent/triton_encode.encode",
     ]
 
 

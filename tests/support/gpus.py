@@ -44,8 +44,18 @@ def spawn(function, folder, world_size, *arguments):
     return [torch.load(folder / str(rank)) for rank in range(world_size)]
 
 
+def tune_little():
+    """Let Triton choose between two configs of a kernel. Others have dozens, each of which compiles for seconds."""
+    with contextlib.suppress(ImportError):
+        from triton.runtime.autotuner import Autotuner
+
+        pruned = Autotuner.prune_configs
+        Autotuner.prune_configs = lambda kernel, arguments: list(pruned(kernel, arguments))[:2]
+
+
 def _rank(rank, world_size, port, folder, function, *arguments):
     join_from_afar(rank)
+    tune_little()
     os.environ.update(EXACT)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank // ranks_per_gpu()), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -1,9 +1,15 @@
-"""Inserts ModelOpt's quantizers of NVFP4 into a model (QAT), as verl does."""
+"""ModelOpt's quantizers of NVFP4: how verl inserts them into a model (QAT), and what they make of weights."""
 
 import copy
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from mcore_bridge.rules import codec as rules
+
 NOTE = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+_INEXACT = 2**-20  # more than a GPU's fast division may be wrong by
 _WEIGHTS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}, "axis": None}
 
 
@@ -18,3 +24,24 @@ def fake_quantized(chunk: Any, *ignored: str) -> None:
     quantizers.extend(mtq.normalize_quant_cfg_list(off) if isinstance(off, dict) else off)
     quantizers.extend({"quantizer_name": pattern, "enable": False} for pattern in ignored)
     mtq.quantize(chunk, {"quant_cfg": quantizers, "algorithm": "max"})
+
+
+def range_of(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest number that a quantizer may make of each number of a weight, fp32.
+
+    ModelOpt's kernel divides inexactly. In the middle between two codes, or between two scales, it may choose either.
+
+    Args:
+        amax: the largest magnitude of the weight for the quantizer.
+    """
+    first, second = (_rounded(weight.float() * (1 + sign * _INEXACT), amax.float()) for sign in (-1, 1))
+    return torch.minimum(first, second), torch.maximum(first, second)
+
+
+def _rounded(numbers: Tensor, amax: Tensor) -> Tensor:
+    codec = rules.Codec("nvfp4", (1, 16), None, "multiplies")
+    blocks, overall = numbers.unflatten(-1, (-1, 16)), rules.new_overall(codec, amax)
+    stored = rules.new_scales(codec, blocks.abs().amax(-1, True), torch.float8_e4m3fn, overall=overall)
+    scales = rules.scales_of(codec, stored, overall)
+    codes = rules.codes_of(codec, rules.divided(codec, blocks, scales))
+    return rules.decoded(codec, rules.numbers_of(codec, codes), scales, torch.float32).flatten(-2)

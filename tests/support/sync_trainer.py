@@ -39,17 +39,22 @@ class Trainer:
 
     def move(self, tensors_between):
         """Bring all weights into one mapped file, as DDP has them in one buffer; some are left out between them."""
-        named = [*held_tensors(self.models).values()]
-        starts = torch.tensor([0, *(-(-t.nbytes // 16) * 16 + 16 * tensors_between for t in named)]).cumsum(0).tolist()
-        self.memory = memory = allocate(starts[-1], self.device)
-        for tensor, start in zip(named, starts, strict=False):
-            place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            tensor.data = place.copy_(tensor)
+        self.memory = into_one_file([*held_tensors(self.models).values()], self.device, tensors_between)
 
     def has(self, client, workers, **sizes):
         """On rank 0: whether each worker has the bits that its own loader would write."""
         wanted = [held_bits(loaded(self.state, *each, sizes=Sizes(**sizes))) for each in workers]
         return not self.is_lead or client.ask("held") == wanted
+
+
+def into_one_file(tensors, device=None, between=0):
+    """Move tensors into one mapped file, with some times 16 bytes between them; all of its bytes."""
+    starts = torch.tensor([0, *(-(-t.nbytes // 16) * 16 + 16 * between for t in tensors)]).cumsum(0).tolist()
+    memory = allocate(starts[-1], device or torch.device("cpu"))
+    for tensor, start in zip(tensors, starts, strict=False):
+        place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = place.copy_(tensor)
+    return memory
 
 
 def engines(folder, *each, started=pool.started):

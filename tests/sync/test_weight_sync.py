@@ -22,6 +22,7 @@ from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.engine.puller import Puller
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool
+from tests.support.near import Near
 from tests.support.sync_engine import Client
 from tests.support.sync_trainer import (
     CHANGES,
@@ -108,22 +109,6 @@ def test_every_engine_gets_every_bit_by_the_best_way(mesh, tmp_path):
     for process in processes:
         process.join(20)
         assert process.exitcode == 0
-
-
-class Near:
-    """A line to a worker in this process, which answers in the order of the questions."""
-
-    def __init__(self, worker):
-        self.worker, self.answers = worker, []
-
-    def send(self, method, arguments=()):
-        self.answers.append(self.worker._answer(method, arguments))
-
-    def answer(self):
-        found = self.answers.pop(0)
-        if isinstance(found, Exception):
-            raise TransferError(f"worker: {found}") from found
-        return found
 
 
 def one_tensor_engine(trainer):

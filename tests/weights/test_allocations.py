@@ -17,7 +17,7 @@ def test_each_tensor_begins_at_its_byte_of_its_allocation(sizes, random):
     random.shuffle(tensors)
     allocations = Buffers(tensors).allocations
     assert len({whole.data_ptr() for whole in allocations.wholes}) == len(allocations.wholes)
-    for tensor, number, offset in zip(tensors, allocations.numbers, allocations.offsets, strict=True):
+    for tensor, number, offset in zip(tensors, allocations.layout.numbers, allocations.layout.offsets, strict=True):
         if tensor.numel():
             whole = allocations.wholes[number]
             assert whole.data_ptr() == tensor.untyped_storage().data_ptr()

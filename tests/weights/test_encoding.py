@@ -10,15 +10,12 @@ import math
 import re
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,26 +26,28 @@ from mcore_bridge.config.quantization import LISTS
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError, TransferError
-from mcore_bridge.rules.codec import codes_of, divided, scales_of
+from mcore_bridge.rules.codec import as_bytes
 from mcore_bridge.rules.scheme import joined_names
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import open_plain
 from mcore_bridge.weights.engine import across_ranks
 from mcore_bridge.weights.engine import writer as writing
+from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.plan.boxes import placed_rows
-from mcore_bridge.weights.sent import encoded_shard, encoding
-from mcore_bridge.weights.sent.encoded_shard import as_bytes
-from mcore_bridge.weights.sent.launches import EncodeLaunch, ShardEncoder
+from mcore_bridge.weights.sent import encoded_shard
 from mcore_bridge.weights.source.source import open_source
-from mcore_bridge.weights.source.weight_format import WeightFormat, is_linear
+from mcore_bridge.weights.source.weight_format import is_linear
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces
 from tests import zoo
 from tests.support import pool, quantized
 from tests.support.conversions import quiet
+from tests.support.encode_on_cpu import launches_on_cpu
+from tests.support.near import Near
 from tests.support.quantized import Format, deepseek
 from tests.support.quantized_cases import CASES, MISTRAL4, Case, case, family
 from tests.support.strategies import random_state, save, tiny
+from tests.support.sync_trainer import into_one_file
 
 ENGINES = {
     "qwen3": {"tp": 2},
@@ -206,51 +205,6 @@ def newly(folder: str, saved: str, dims: mb.ParallelDims, dtype: torch.dtype, no
     return mb.save_hf_checkpoint(models, saved, quantize=note)
 
 
-def run_on_cpu(
-    launch: EncodeLaunch, held: Buffers, form: WeightFormat, device: torch.device, places: RowPlaces | None = None
-) -> tuple[Made, Tensor]:
-    """What a launch makes, by the functions of the codec."""
-    made: dict[int, Tensor] = {}
-    are_wrong = torch.zeros(len(launch.shards))
-    for number, shard in enumerate(launch.shards):
-        memory, (dtype, shape) = held.tensors[shard.codes].view(-1), shard.blocks.codes
-        values = memory.view(shard.blocks.dtype).view(shard.blocks.shape)
-        if not values.isfinite().all():
-            are_wrong[number], values = 1, torch.zeros_like(values)
-        alone = encoded_shard.EncodedShard({"scales": shard.part}, shard.shard, values, None, form)
-        made[shard.scales] = alone.scales()
-        grid = encoded_shard._Grid.of(shard.part, shard.shard, values.shape, device)
-        factors = grid.spread(scales_of(shard.blocks.codec, made[shard.scales]), slice(None))
-        codes = codes_of(shard.blocks.codec, divided(shard.blocks.codec, values, factors))
-        if places is None:
-            made[shard.codes] = codes.view(dtype).view(shape)
-            continue
-        made[shard.codes] = torch.empty(0)
-        own = places.rows[shard.codes]
-        for part, tensor, start in zip(codes.view(own.starts.size, -1), *map(np.ravel, own), strict=True):
-            if tensor >= 0:
-                places.memory.tensors[tensor][start : start + len(part)] = part
-    return Made.of(made), are_wrong
-
-
-@contextmanager
-def launches_on_cpu() -> Iterator[list[set[int]]]:
-    """Encode by launches in the block. Yields what each launch has made."""
-    made: list[set[int]] = []
-
-    def note(encoder: ShardEncoder, launch: EncodeLaunch, are_wrong: Tensor) -> None:
-        made.append({*launch.numbers.tolist()})
-        event: Any = SimpleNamespace(synchronize=lambda: None)
-        encoder._waiting.append((launch, are_wrong, event))
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(encoding, "runs_kernel", lambda device: True)
-        patched.setattr(torch.cuda, "device", lambda device: nullcontext())
-        patched.setattr(EncodeLaunch, "run", run_on_cpu)
-        patched.setattr(ShardEncoder, "_note", note)
-        yield made
-
-
 def as_by_a_kernel(folder: str) -> list[bool]:
     """On one rank: whether an export has equal bits if launches encode all, with adapters too; and all is made."""
     mb.ParallelDims(ep=2).initialize(device="cpu")
@@ -347,14 +301,22 @@ class EncodedRounds:
         for parameter in self.parameters.values():
             parameter.data.mul_(1.25).add_(0.01)
 
-    def run(self) -> tuple[bool, bool, bool]:
-        """A round: whether the engine has all bits, whether messages carried it, and whether few launches made all."""
+    def begin(self) -> None:
+        """Announce a round."""
         if (handles := self.engine.share()) is not None:
             self.writer = mb.engines.EngineWriter(self.engine.map, handles)
+
+    def complete(self) -> None:
+        """End a round."""
+        self.engine.complete()
+
+    def run(self) -> tuple[bool, bool, bool]:
+        """A round: whether the engine has all bits, whether messages carried it, and whether few launches made all."""
+        self.begin()
         messages = mock.patch.object(writing, "run_messages", side_effect=writing.run_messages)
         with launches_on_cpu() as made, messages as whole:
             mb.engines.export_into(self.models, self.writer, quantize=self._note)
-        self.engine.complete()
+        self.complete()
         self._other.load(mb.iter_hf_weights(self.models, quantize=self._note))
         pairs = zip(self._own.parameters(), self._other.parameters(), strict=True)
         is_equal = all(torch.equal(as_bytes(one.data), as_bytes(two.data)) for one, two in pairs)
@@ -401,6 +363,71 @@ def test_codes_are_made_where_an_engine_keeps_them_in_rounds_that_repeat(tmp_pat
     assert found == [(True, messages, True) for messages in (True, False, True, False, True, False)]
     (found,) = pool.run(1, partial(rounds_into_an_engine, turns=True), str(tmp_path), note)
     assert found == [(True, True, True)] * 6
+
+
+class PulledRounds(EncodedRounds):
+    """Rounds in which the engine's worker opens the trainer's memory."""
+
+    def __init__(self, folder: Path, note: dict[str, Any], *, turns: bool) -> None:
+        super().__init__(folder, note, turns=turns)
+        specs = tuple(TensorSpec.of(spec.name, spec) for spec in mb.manifest(self.models, quantize=note))
+        self.worker = EngineWorker(self._own, self._own.load, name="it")
+        self.writer = PullWriter(self.worker.ask_map(specs), Near(self.worker))
+        self.move(0)
+        self.writer.can_encode = self.worker.ask_pull(specs, self.writer.open(self.parameters.values()))
+
+    def move(self, between: int) -> None:
+        """Move all weights."""
+        self.memory = into_one_file([*self.parameters.values()], between=between)
+
+    def begin(self) -> None:
+        """Announce a round. What it leaves of the last round is found in no engine."""
+        for parameter in self._own.parameters():
+            as_bytes(parameter.data).zero_()
+        self.writer.announce()
+
+    def complete(self) -> None:
+        """End a round."""
+        self.worker.ask_complete(None)
+
+
+def rounds_of_a_pull(folder: str, note: dict[str, Any], *, turns: bool) -> list[tuple[bool, bool, bool]]:
+    """Rounds; the third begins with all weights elsewhere, the fourth with other distances. One with NaN, one more.
+
+    For each also whether the engine's process has made all codes.
+    """
+    mb.ParallelDims().initialize(device="cpu")
+    rounds, found = PulledRounds(Path(folder) / f"pulled {turns}", note, turns=turns), []
+
+    def run() -> None:
+        is_equal, by_messages, _ = rounds.run()
+        found.append((is_equal, by_messages, rounds.writer._makes))
+
+    for number in range(4):
+        rounds.step()
+        if number >= 2:
+            rounds.move(number - 2)
+        run()
+    weight = rounds.parameters["decoder.layers.1.self_attention.linear_proj.weight"]
+    kept = weight.detach().clone()
+    weight.data[3, 5] = torch.nan
+    with pytest.raises(ExportError, match=r"layers\.1\.self_attn\.o_proj\.weight must have finite numbers"):
+        run()
+    weight.data.copy_(kept)
+    run()
+    run()
+    return found
+
+
+def test_an_engine_that_pulls_makes_the_codes_itself(tmp_path: Path) -> None:
+    """If not all codes have places, the trainer makes them."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    note = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": ["layers.1.mlp"]}
+    (found,) = pool.run(1, partial(rounds_of_a_pull, turns=False), str(tmp_path), note)
+    assert found == [(True, messages, True) for messages in (True, False, False, True, False, False)]
+    (found,) = pool.run(1, partial(rounds_of_a_pull, turns=True), str(tmp_path), note)
+    assert found == [(True, True, False)] * 6
 
 
 def rounds_of_all_ranks(

@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from mcore_bridge.rules.codec import Codec, codes_of, decoded, divided, new_scales, numbers_of, scales_of
+from mcore_bridge.rules.codec import Codec, as_bytes
 from mcore_bridge.weights.plan.boxes import ByteCopy, rows_of
-from mcore_bridge.weights.sent.block_geometry import Blocks
-from mcore_bridge.weights.sent.encoded_shard import as_bytes
+from mcore_bridge.weights.sent.encode_tables import Blocks
 from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard
 from mcore_bridge.weights.transfer.copier import Buffers, RowPlaces
+from tests.support.encode_on_cpu import encoded, values_of
 
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 FORMATS = {
@@ -46,41 +46,6 @@ def module_of(path: str) -> ModuleType:
 sys.modules["mcore_bridge.weights.sent.triton_encode"] = module_of(sys.argv[1])
 
 
-def spread(blocks: Blocks, scales: Tensor) -> Tensor:
-    rows, columns = blocks.cells
-    factors = scales_of(blocks.codec, scales).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    return factors[: blocks.shape[0], : blocks.shape[1]]
-
-
-def largest(blocks: Blocks, numbers: Tensor) -> Tensor:
-    (down, across), (rows, columns) = blocks.grid, blocks.cells
-    padded = torch.zeros(down * rows, across * columns)
-    padded[: numbers.shape[0], : numbers.shape[1]] = numbers
-    return padded.view(down, rows, across, columns).amax((1, 3))
-
-
-def values_of(blocks: Blocks, codes: Tensor, scales: Tensor) -> Tensor:
-    return decoded(blocks.codec, numbers_of(blocks.codec, codes), spread(blocks, scales), blocks.dtype)
-
-
-def encoded(blocks: Blocks, values: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes and scales by the functions of the codec, for the whole tensor."""
-    amax = largest(blocks, values.float().abs())
-    scales = new_scales(blocks.codec, amax, blocks.scales, powers=blocks.powers)
-    if kept is not None:
-        codes = codes_of(blocks.codec, divided(blocks.codec, values, spread(blocks, kept)))
-        changed = largest(blocks, (values_of(blocks, codes, kept) != values).float()) > 0
-        scales = torch.where(changed, as_bytes(scales), as_bytes(kept)).view(blocks.scales)
-    return codes_of(blocks.codec, divided(blocks.codec, values, spread(blocks, scales))), scales
-
-
-class OnCpu(Buffers):
-    """Buffers whose addresses are not pinned."""
-
-    def addresses_on(self, device: torch.device) -> Tensor:
-        return torch.from_numpy(self.addresses)
-
-
 def by_kernel(
     shards: list[Blocks], values: list[Tensor], kept: list[Tensor] | None, places: RowPlaces | None = None
 ) -> tuple[list[Tensor], Tensor]:
@@ -90,10 +55,12 @@ def by_kernel(
     parts = [SimpleNamespace(parts=(0,), plain=SimpleNamespace(hf=(n,)), shared=False, trace=trace) for n in names]
     files = {n: SimpleNamespace(scales=own) for n, own in zip(names, kept or (), strict=kept is not None)}
     launch = EncodeLaunch(
-        [KernelShard(own, parts[n], 0, 2 * n, 2 * n + 1) for n, own in enumerate(shards)], is_placed=places is not None
+        [KernelShard(own, parts[n], 0, 2 * n, 2 * n + 1) for n, own in enumerate(shards)],
+        None if places is None else places.rows,
     )
-    held = OnCpu([values[number // 2] for number in range(2 * len(values))])
-    made, are_wrong = launch.run(held, SimpleNamespace(files=files), torch.device("cpu"), places)
+    held = Buffers([values[number // 2] for number in range(2 * len(values))])
+    memory = None if places is None else places.memory
+    made, are_wrong = launch.run(held, SimpleNamespace(files=files), torch.device("cpu"), memory)
     assert places or made.addresses.tolist() == [tensor.data_ptr() for tensor in made.tensors()]
     return [*made.tensors()], are_wrong
 

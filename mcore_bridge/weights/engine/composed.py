@@ -175,16 +175,24 @@ class MapWriter(ABC):
         """The steps and the outputs of a round, instead of those that make HF tensors."""
         program, maker = sources.program, sources.maker
         is_alone = len(program.plan.streams) == 1  # so no other rank needs the codes
-        encoded = maker.rows if maker is not None and is_alone and self.memory.takes_rows(device) else NO_ROWS
+        encoded = maker.rows if maker is not None and is_alone and self._takes_rows(maker, device) else NO_ROWS
         if self.program is None or self.program.of is not program or self.program.encoded is not encoded:
             self.program, self._tables = EngineProgram(program, self.map, encoded=encoded), {}
             self._places = None
-        if self.program.places and (self._places is None or self._places.memory is not self.memory):
-            self._places = RowPlaces(self.program.places, self.memory)
         if maker is not None:
-            maker.places = self._places
+            self._place(self.program, maker)
         self._due, self._held, self._sources, self.last = [], None, sources, None
         return self.program, EngineOutputs(self.program, self, device)
+
+    def _takes_rows(self, maker: Maker, device: torch.device) -> bool:
+        """Whether ``maker`` may write rows of codes where the engine keeps them."""
+        return self.memory.takes_rows(device)
+
+    def _place(self, program: EngineProgram, maker: Maker) -> None:
+        """Say where rows of codes belong."""
+        if program.places and (self._places is None or self._places.memory is not self.memory):
+            self._places = RowPlaces(program.places, self.memory)
+        maker.places = self._places
 
     def repeat(self, last: LastRound) -> Buffers | None:
         """Begin to copy all that the last round of this writer has copied, without a look at the tensors.

@@ -1,8 +1,12 @@
-"""The sender's side of a pull: the engine's process opens this rank's tensors, and runs the composed copies itself."""
+"""The sender's side of a pull: the engine's process opens this rank's tensors, and runs the composed copies itself.
+
+It also encodes weights itself, if rows of all codes have places in its memory. This process would have to make the
+codes in a buffer, and to wait until the engine has copied them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -10,14 +14,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import ExportError, TransferError
 from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.engine.composed import EngineOutputs, EngineProgram, EngineStep, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share_part
-from mcore_bridge.weights.plan.boxes import Table, through
+from mcore_bridge.weights.plan.boxes import through
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.transfer.copier import MOST_ALLOCATIONS, Buffers, CopyTable, whole_of
-from mcore_bridge.weights.transfer.endpoints import Sources
+from mcore_bridge.weights.transfer.copier import MOST_ALLOCATIONS, AllocationLayout, Buffers, CopyTable, whole_of
+from mcore_bridge.weights.transfer.endpoints import Maker, Sources
 
 MOST_CAST_BYTES = 64 << 20
 """Bytes of HF tensors which the map casts. They travel as bytes of a message."""
@@ -66,7 +70,7 @@ class PullWriter(MapWriter):
     """Writes into one rank of an engine on the same machine, whose memory this process cannot open.
 
     While the engine copies, this rank checks the tensors of the next messages. It waits for answers where windows are
-    used again, and at the end. Encoded and merged weights are made anew in each round. They go through a staging
+    used again, and at the end. What this process makes for a round, such as merged weights, goes through a staging
     buffer that the engine opens. An error of the engine does not stop an export, since other ranks take part:
     ``complete`` raises it.
 
@@ -80,7 +84,18 @@ class PullWriter(MapWriter):
         self._line = line
         self._num_due = 0
         """The number of answers that the engine has not given yet."""
-        self._allocations = Buffers([]).allocations
+        self.can_encode = False
+        """Whether the engine's process has said that it can encode weights."""
+        self._unplaced: object = None
+        """Codes of which some have no place in the engine's memory."""
+        self._error: Callable[[int, int], ExportError] | None = None
+        """Makes an error of what the engine could not make."""
+        self._makes = False
+        """Whether the engine's process encodes in this round."""
+        self._sent: tuple[EngineProgram, object] | None = None
+        """The program and the format for which the engine can encode."""
+        self._layout: AllocationLayout | None = None
+        """How tensors lie in allocations, as the engine knows it."""
         self._numbers: dict[CopyTable, int] = {}
         """The number by which the engine has each table."""
         self._windows: dict[int, tuple[int, Tensor]] = {}
@@ -119,10 +134,27 @@ class PullWriter(MapWriter):
 
     def begin(self, sources: Sources, device: torch.device) -> tuple[EngineProgram, EngineOutputs]:
         """See ``MapWriter``."""
-        before, ends = self.program, super().begin(sources, device)
-        if self.program is not before:
-            self._staged = {}
-        return ends
+        before, maker, self._makes = self.program, sources.maker, False
+        program, outputs = super().begin(sources, device)
+        if maker is not None and 0 < 2 * len(program.places) < len(maker.numbers):
+            self._unplaced = maker.rows
+            program, outputs = super().begin(sources, device)
+        if program is not before:
+            self._staged, self._numbers = {}, {}
+        if maker is not None and program.places:
+            if self._sent != (program, maker.form):
+                encoder, self._error = maker.placed(program.places)
+                self._ask("pull_make_by", encoder)
+                self._sent = program, maker.form
+            self._makes = True
+            sources.leave_to_engine()
+        return program, outputs
+
+    def _takes_rows(self, maker: Maker, device: torch.device) -> bool:
+        return self.can_encode and maker.is_of_parameters and maker.rows is not self._unplaced
+
+    def _place(self, program: EngineProgram, maker: Maker) -> None:
+        """Nothing is written by this process."""
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """Memory for windows that the engine's process can open."""
@@ -152,18 +184,18 @@ class PullWriter(MapWriter):
         return self._staging
 
     def _hold(self, held: Buffers) -> None:
-        allocations = held.allocations
-        if not allocations.is_like(self._allocations):
-            self._numbers = {}
-        self._allocations, self._windows = allocations, {}
+        allocations, self._windows = held.allocations, {}
+        layout = None if allocations.layout == self._layout else allocations.layout
+        self._layout = allocations.layout
         _synchronize(held)
-        self._ask("pull_begin", [share_part(whole, self.map.digest) for whole in allocations.wholes])
+        handles = [share_part(whole, self.map.digest) for whole in allocations.wholes]
+        self._ask("pull_begin", handles, layout, self._makes)
 
     def _run(self, table: CopyTable, windows: Tensor) -> None:
         number, rows, place, handle = self._numbers.get(table), None, -1, None
         if number is None:
-            number = self._numbers[table] = len(self._numbers)
-            rows = self._rows(table)
+            number, rows = len(self._numbers), table.table
+            self._numbers[table] = number
         if windows.numel():
             if windows.data_ptr() not in self._windows:
                 self._windows[windows.data_ptr()] = next(self._unused), windows
@@ -173,19 +205,6 @@ class PullWriter(MapWriter):
         self._ask("pull_copy", number, rows, place, handle)
         if windows.numel():
             self._take_answers()
-
-    def _rows(self, table: CopyTable) -> Table:
-        """The rows of a table with allocations in the place of this rank's tensors."""
-        rows, allocations = table.table.copy(), self._allocations
-        num_held = len(allocations.numbers)
-        is_held = rows[:, 0] < num_held
-        held = rows[is_held, 0]
-        rows[is_held, 1] += allocations.offsets[held]
-        rows[is_held, 0] = allocations.numbers[held]
-        shift = len(allocations.wholes) - num_held
-        rows[~is_held, 0] += shift
-        rows[:, 2] += shift
-        return rows
 
     def write_group(self, group: Sequence[Pair]) -> None:
         """See ``MapWriter``."""
@@ -199,25 +218,34 @@ class PullWriter(MapWriter):
             except TransferError as error:
                 self._problem = error
 
-    def _take_answers(self) -> None:
+    def _take_answers(self) -> Any:
+        """Wait for all answers; the last one, unless the engine has failed."""
+        answer = None
         while self._num_due:
             self._num_due -= 1
             try:
-                self._line.answer()
+                answer = self._line.answer()
             except TransferError as error:
                 self._problem = self._problem or error
+        return None if self._problem else answer
 
     def complete(self) -> None:
         """Raise what the engine has reported in this round."""
-        self._take_answers()
+        if self._makes:
+            self._ask("pull_wrong")
+        wrong = self._take_answers()
         self._windows.clear()
-        if self._problem is not None:
+        if self._problem is not None:  # questions were left out, so nobody knows what the engine has
+            self._sent, self._layout, self._numbers = None, None, {}
             raise self._problem
+        if self._makes and wrong is not None:
+            assert self._error is not None
+            raise self._error(*wrong)
 
     def let_go(self) -> None:
         """See ``MapWriter``."""
         super().let_go()
-        self._allocations.wholes, self._staging = [], None
+        self._staging = None
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

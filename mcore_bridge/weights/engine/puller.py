@@ -16,7 +16,7 @@ from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.plan.boxes import ByteCopy, Table
-from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
+from mcore_bridge.weights.transfer.copier import AllocationLayout, Buffers, CopyTable, PlacedMaker, has_triton
 
 _OTHER = (
     "expected memory for this engine's map, found memory for another map: the sender must take the map of this engine"
@@ -35,10 +35,13 @@ class Puller:
     def __init__(self, engine: MappedEngine, tensors: Sequence[TensorSpec], device: torch.device) -> None:
         self._engine, self._tensors, self._device = engine, tuple(tensors), device
         self._tables: dict[int, CopyTable] = {}
+        self._layout: AllocationLayout | None = None
+        self._maker: PlacedMaker | None = None
+        """Makes codes and scales, if the sender leaves this to the engine."""
         self._memory: Buffers | None = None
         """The engine's memory; None until a round is announced."""
         self._buffers: Buffers | None = None
-        """The sender's memory and the engine's; None until a round has begun."""
+        """The tensors of the export and of the engine; None until a round has begun."""
         self._windows: dict[int, Tensor] = {}
 
     def open(self, handles: Sequence[Handle]) -> list[Tensor]:
@@ -49,6 +52,12 @@ class Puller:
         """
         return open_all(handles, self._engine.map.digest, _OTHER) if handles else []
 
+    @property
+    def can_encode(self) -> bool:
+        """Whether this process can encode weights into the engine's memory, in a round that was announced."""
+        has_kernel = self._device.type == "cpu" or has_triton()
+        return has_kernel and self._memory is not None and self._memory.takes_rows(self._device)
+
     def announce(self) -> None:
         """Announce a round.
 
@@ -58,23 +67,48 @@ class Puller:
         self._memory = self._buffers = None
         self._memory = self._engine.announce(self._tensors)
 
-    def begin(self, handles: Sequence[Handle]) -> None:
-        """Open the sender's memory for the round that was announced.
+    def make_by(self, maker: PlacedMaker) -> None:
+        """Make codes and scales by ``maker`` in the rounds whose sender says so."""
+        self._maker = maker
+
+    def begin(self, handles: Sequence[Handle], layout: AllocationLayout | None, makes: bool) -> None:
+        """Open the sender's memory for the round that was announced, and begin to encode.
+
+        Args:
+            handles: of the allocations of the sender.
+            layout: how the tensors of the export lie in them; None if this has not changed.
+            makes: whether this process makes codes and scales.
 
         Raises:
-            TransferError: as ``open``, or when no round was announced.
+            TransferError: as ``open``, or when no round was announced. Also when the engine's tensors have moved to
+                addresses where no codes can be written.
         """
         if self._memory is None:
             raise TransferError("expected a round that was announced, found none: its announcement has failed")
-        self._buffers = Buffers(self.open(handles)).beside(self._memory)
+        self._layout = layout or self._layout
+        assert self._layout is not None
+        held = Buffers.laid(self._layout, self.open(handles))
+        if makes:
+            assert self._maker is not None
+            if not self.can_encode:
+                raise TransferError(
+                    "expected tensors of the engine at multiples of 16 bytes, as when the sync began, found others: "
+                    "begin the sync again"
+                )
+            held = held.with_others(self._maker.make(held, self._memory, self._device))
+        self._buffers = held.beside(self._memory)
+
+    def wrong(self) -> tuple[int, int] | None:
+        """See ``PlacedMaker``."""
+        return None if self._maker is None else self._maker.wrong()
 
     def copy(self, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
         """Run copies. Copies from windows are done when this returns, and all other copies when the round completes.
 
         Args:
             number: the number of the table of copies among those of the sender.
-            table: its rows (fields of ``ByteCopy``); None if they have come before. Buffers are the sender's memory,
-                then the engine's tensors, and then windows.
+            table: its rows (fields of ``ByteCopy``); None if they have come before. Buffers are the tensors of the
+                export, then the engine's tensors, and then windows.
             windows: the number of the windows from which they read.
             handle: these windows, if this round has not opened them yet.
         """

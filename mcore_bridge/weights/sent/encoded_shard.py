@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.codec import (
     Codec,
+    as_bytes,
     codes_of,
     decoded,
     divided,
@@ -237,11 +238,6 @@ def not_finite(part: EncodedPart) -> ExportError:
         f"{part.plain.hf[0]} must have finite numbers to be encoded, found NaN or infinity: see which step of the "
         "training made it"
     )
-
-
-def as_bytes(scales: Tensor) -> Tensor:
-    """View scales of one byte as uint8, since torch cannot choose between elements of float8; others stay."""
-    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
 
 
 @dataclass(frozen=True)

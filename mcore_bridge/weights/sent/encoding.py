@@ -24,9 +24,8 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.boxes import RowSizes
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
-from mcore_bridge.weights.sent.block_geometry import Blocks
 from mcore_bridge.weights.sent.encoded_shard import EncodedShard, largest_of, num_shared
-from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard, ShardEncoder, runs_kernel
+from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard, ShardEncoder, blocks_of, runs_kernel
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.copier import Buffers
@@ -181,7 +180,7 @@ class _Prepared:
         for key, own in roles.items():
             holders = own["codes"].plain.holders
             shard = next((shard for shard, ranks in holders.items() if program.rank in ranks), 0)
-            blocks = Blocks.of(own) if key in read else None
+            blocks = blocks_of(own) if key in read else None
             kernel = None
             if blocks is not None:
                 kernel = KernelShard(blocks, own["scales"], shard, numbers[key, "codes"], numbers[key, "scales"])
@@ -229,7 +228,7 @@ def encoded_tensors(
     spec = TensorSpec.of(name, weight)
     entries = encoded_entries([ParamEntry(spec, (name,), traced, {0: (0,)}, stack)], scheme)
     roles = {of.encoded.role: of.encoded for of in entries if of.encoded is not None and of.encoded.constant is None}
-    blocks, weight = Blocks.of(roles), weight.detach()
+    blocks, weight = blocks_of(roles), weight.detach()
     if blocks is not None and runs_kernel(weight.device):
         encoder = ShardEncoder.of_shard(KernelShard(blocks, roles["scales"], 0, 0, 1), form, weight.device)
         (made,) = encoder.make((0, 1), Buffers([weight.contiguous()] * 2))

@@ -9,36 +9,34 @@ its shards does not change between exports, so a program keeps it on the GPU.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_bridge.rules.spec import ALIGNMENT
-from mcore_bridge.weights.plan.boxes import NO_ROWS, WIDEST, RowSizes
-from mcore_bridge.weights.plan.inventory import EncodedPart
-from mcore_bridge.weights.sent.block_geometry import Blocks
-from mcore_bridge.weights.sent.encoded_shard import as_bytes, has_kept_scales, kept_scales, not_finite
+from mcore_bridge.errors import ExportError
+from mcore_bridge.rules.codec import as_bytes
+from mcore_bridge.weights.plan.boxes import NO_ROWS, Rows, RowSizes
+from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
+from mcore_bridge.weights.plan.inventory import EncodedPart, Role
+from mcore_bridge.weights.sent.encode_tables import (
+    MOST_KEPT,
+    Blocks,
+    EncodedTiles,
+    EncodeTables,
+    PlacedEncoder,
+    TileLaunch,
+)
+from mcore_bridge.weights.sent.encoded_shard import has_kept_scales, kept_scales, not_finite
 from mcore_bridge.weights.source.weight_format import WeightFormat
-from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces, beside_peers, has_triton
+from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces, has_triton
 from mcore_bridge.weights.transfer.endpoints import Merge
 
-COLUMNS = (
-    *("tensor", "first_tile", "tiles_in_a_row", "rows", "units", "grid_rows", "grid_columns"),
-    *("codes", "scales", "parts_of_a_row"),
-)
-"""What the kernel needs to know of each shard; codes begin at a multiple of 16 bytes, and scales at an element."""
 _MERGED = 1 << 25
 """Bytes of codes that a launch makes of merged weights, if these are several weights. They exist until it has run."""
 _IN_A_BUFFER = 1 << 28
 """Bytes of codes that a launch makes without places. They exist until they are copied."""
-_KEPT = 1 << 22
-"""The scales of files for a launch stay on the GPU between exports if they have at most this many bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +57,26 @@ class KernelShard:
     scales: int
 
 
+def blocks_of(roles: Mapping[Role, EncodedPart]) -> Blocks | None:
+    """The blocks of a weight that is sent so; None if ranks share a block, or the kernel does not know them."""
+    part, codes = roles["scales"], roles["codes"]
+    if part.shared or "overall" in roles:
+        return None
+    held, first = part.plain.held, part.encodings[0]
+    height, width = cells_of(upright_of(part.plain.trace, first), first)
+    rows, columns = held.shape
+    blocks = Blocks(
+        first.codec,
+        (rows, columns),
+        (min(height, rows), min(width, columns)),
+        held.dtype,
+        (first.codes.dtype, codes.trace.shard_shape),
+        first.scales.dtype,
+        first.powers,
+    )
+    return blocks if blocks.are_known else None
+
+
 def runs_kernel(device: torch.device) -> bool:
     """Whether a kernel encodes shards on ``device``."""
     return device.type == "cuda" and has_triton()
@@ -67,139 +85,80 @@ def runs_kernel(device: torch.device) -> bool:
 class EncodeLaunch:
     """Shards that one launch encodes. They are alike, and have scales in files or have none.
 
-    Codes are in one buffer, and scales in another one. All begin at addresses that suit the copies of an export.
-
     Args:
-        is_placed: whether the rows of all these shards have places. Codes are then written there, not into a buffer.
+        places: the places of the rows of their codes, if codes are written there, and not into a buffer.
     """
 
-    def __init__(self, shards: Sequence[KernelShard], *, is_placed: bool = False) -> None:
-        self.shards, self.blocks, self.is_placed = shards, shards[0].blocks, is_placed
-        self._codes_at, self._scales_at = (
-            [*accumulate((-(-size // unit) * unit for size in sizes), initial=0)]
-            for sizes, unit in (
-                ([shard.blocks.num_bytes for shard in shards], ALIGNMENT),
-                ([_area(shard.blocks.grid) for shard in shards], max(1, WIDEST // self._item)),
-            )
-        )
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
+    def __init__(self, shards: Sequence[KernelShard], places: Mapping[int, Rows] | None = None) -> None:
+        self.shards, self.tables = shards, EncodeTables.of(shards, places)
+        self._launch = TileLaunch(self.tables)
         self._of_files: tuple[WeightFormat, Tensor] | None = None
-        self.numbers = np.array([number for shard in shards for number in (shard.codes, shard.scales)], dtype=np.int64)
-
-    @property
-    def _item(self) -> int:
-        return self.blocks.scales.itemsize
-
-    @cached_property
-    def _offsets(self) -> Any:
-        """Where the codes and the scales of each shard begin, in bytes, int64 [shards, 2]."""
-        scales_at = [self._item * start for start in self._scales_at[:-1]]
-        return np.array([self._codes_at[:-1], scales_at], dtype=np.int64).T
-
-    def _tables(self, device: torch.device, places: RowPlaces | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The table of shards, the shard of each tile, and the place of each part of a row, if rows have places.
-
-        See ``triton_encode.encode_tiles``.
-        """
-        if device not in self._on_device:
-            first, tiles, rows, line, parts = 0, [], [], 0, 1
-            for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
-                of = shard.blocks
-                units, at = of.shape[1] // of.unit, codes_at // WIDEST
-                if places is not None:
-                    at, parts = line, places.rows[shard.codes].starts.shape[1]
-                rows.append((shard.codes, first, of.tiles[1], of.shape[0], units, *of.grid, at, scales_at, parts))
-                first, line = first + _area(of.tiles), line + of.shape[0] * parts
-                tiles.append(_area(of.tiles))
-            owners = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
-            tables = torch.tensor(rows, dtype=torch.int32).to(device), torch.from_numpy(owners).to(device)
-            codes = [shard.codes for shard in self.shards]
-            self._on_device[device] = *tables, None if places is None else places.distances(codes, device)
-        return self._on_device[device]
 
     def run(
-        self, held: Buffers, form: WeightFormat, device: torch.device, into: RowPlaces | None = None
+        self, held: Buffers, form: WeightFormat, device: torch.device, memory: Buffers | None
     ) -> tuple[Made, Tensor]:
         """Encode the shards.
 
         Args:
             held: the tensors of this rank, at the numbers of their codes.
             form: the format in which weights leave.
-            into: the places of rows, if they have any.
+            device: the GPU of the tensors.
+            memory: the engine's tensors, if rows of codes have places there.
 
         Returns:
             Codes and scales, or scales alone; and int32 [shards], 1 for each shard with a number that is not finite.
         """
-        from mcore_bridge.weights.sent.triton_encode import encode_tiles
+        made = self._launch.run(held, self._kept_on(form, device), device, memory)
+        return Made(self.tables.numbers, made.addresses, lambda: [*self._views(made)]), made.are_wrong
 
-        table, owners, places = self._tables(device, into)
-        if places is None:
-            codes = torch.empty(self._codes_at[-1], dtype=torch.uint8, device=device)
-        else:
-            codes = places.view(torch.uint8)
-        scales = torch.empty(self._scales_at[-1], dtype=self.blocks.scales, device=device)
-        are_wrong = torch.zeros(len(self.shards), dtype=torch.int32, device=device)
-        with beside_peers(device, frozenset() if into is None else into.memory.gpus):
-            encode_tiles(
-                self.blocks,
-                held.addresses_on(device),
-                table,
-                owners,
-                self._kept(form, device),
-                codes,
-                as_bytes(scales),
-                are_wrong,
-                aligned=held.is_aligned,
-                places=places,
-            )
-        addresses = self._offsets + np.array([codes.data_ptr(), scales.data_ptr()])
-        if places is not None:
-            addresses[:, 0] = 0
-        return Made(self.numbers, addresses.ravel(), lambda: [*self._views(codes, scales)]), are_wrong
-
-    def _views(self, codes: Tensor, scales: Tensor) -> Iterator[Tensor]:
+    def _views(self, made: EncodedTiles) -> Iterator[Tensor]:
         """Codes and scales of each shard, as they are sent; no codes if their rows have places."""
-        for shard, codes_at, scales_at in zip(self.shards, self._codes_at, self._scales_at, strict=False):
+        for shard, (codes, scales) in zip(self.shards, self.tables.views(made), strict=True):
             dtype, shape = shard.blocks.codes
-            own = codes[codes_at : codes_at + shard.blocks.num_bytes]
-            yield codes[:0] if self.is_placed else own.view(dtype).view(shape)
-            yield scales[scales_at : scales_at + _area(shard.blocks.grid)].view(shard.blocks.grid)
+            yield codes.view(dtype).view(shape) if self.tables.rows is None else codes
+            yield scales
 
-    def _kept(self, form: WeightFormat, device: torch.device) -> Tensor | None:
-        """The scales of the files, in the places of the scales that are made; None if there are none."""
-        if not has_kept_scales(self.shards[0].part, form):
-            return None
+    def _kept_on(self, form: WeightFormat, device: torch.device) -> Tensor | None:
         if self._of_files is not None and self._of_files[0] is form and self._of_files[1].device == device:
             return self._of_files[1]
-        kept = as_bytes(torch.empty(self._scales_at[-1], dtype=self.blocks.scales))
-        for shard, start in zip(self.shards, self._scales_at, strict=False):
+        if (kept := self.kept(form)) is None:
+            return None
+        own = kept.to(device)
+        self._of_files = (form, own) if own.nbytes <= MOST_KEPT else None
+        return own
+
+    def kept(self, form: WeightFormat) -> Tensor | None:
+        """The scales of the files ``as_bytes``, in the places of the scales that are made; None if there are none."""
+        if not has_kept_scales(self.shards[0].part, form):
+            return None
+        kept = as_bytes(torch.empty(self.tables.sizes[1], dtype=self.tables.blocks.scales))
+        starts = self.tables.offsets[:, 1] // kept.itemsize
+        for shard, start in zip(self.shards, starts.tolist(), strict=True):
             of_files = kept_scales(shard.part, shard.shard, form)
             assert of_files is not None
             kept[start : start + of_files.numel()] = of_files.flatten()
-        own = kept.to(device)
-        self._of_files = (form, own) if own.nbytes <= _KEPT else None
-        return own
+        return kept
 
 
 def launches_of(
-    shards: Iterable[KernelShard], form: WeightFormat, merged: frozenset[int], placed: Container[int] = ()
+    shards: Iterable[KernelShard], form: WeightFormat, merged: frozenset[int], places: Mapping[int, Rows]
 ) -> list[EncodeLaunch]:
     """The launches that encode shards.
 
     Args:
         merged: the codes whose weights have to be made first.
-        placed: the codes whose rows have places.
+        places: the places of rows, by the numbers of codes that have any.
     """
     groups: dict[tuple[object, ...], list[KernelShard]] = {}
     sizes: dict[tuple[object, ...], int] = {}
     for shard in shards:
-        is_placed, is_merged = shard.codes in placed, shard.codes in merged
+        is_placed, is_merged = shard.codes in places, shard.codes in merged
         key: tuple[object, ...] = is_placed, is_merged, shard.blocks.alike, has_kept_scales(shard.part, form)
         if is_merged or not is_placed:
             sizes[key] = sizes.get(key, 0) + shard.blocks.num_bytes
             key = (*key, sizes[key] // (_MERGED if is_merged else _IN_A_BUFFER))
         groups.setdefault(key, []).append(shard)
-    return [EncodeLaunch(alike, is_placed=bool(key[0])) for key, alike in groups.items()]
+    return [EncodeLaunch(alike, places if key[0] else None) for key, alike in groups.items()]
 
 
 @dataclass(eq=False)
@@ -248,17 +207,32 @@ class ShardEncoder:
             known = places.launches.setdefault(frozenset(self.merges), {})
         if key not in known:
             shards = self.shards.values() if key is None else map(self.shards.__getitem__, key)
-            placed = places.rows if places is not None else ()
-            known[key] = launches_of(dict.fromkeys(shards), self.form, frozenset(self.merges), placed)
+            rows = places.rows if places is not None else {}
+            known[key] = launches_of(dict.fromkeys(shards), self.form, frozenset(self.merges), rows)
         for launch in known[key]:
             with torch.cuda.device(self.device), torch.no_grad():
                 of_merges = [shard.codes for shard in launch.shards if shard.codes in self.merges]
                 merged = {number: merge(tensor) for number in of_merges for merge, tensor in [self.merges[number]]}
                 sources = held.with_others([Made.of(merged)]) if merged else held
-                into = places if launch.is_placed else None
-                made, are_wrong = launch.run(sources, self.form, self.device, into)
+                memory = None if places is None else places.memory
+                made, are_wrong = launch.run(sources, self.form, self.device, memory)
                 self._note(launch, are_wrong)
             yield made
+
+    @property
+    def is_of_parameters(self) -> bool:
+        """See ``Maker``."""
+        return not self.merges
+
+    def placed(self, places: Mapping[int, Rows]) -> tuple[PlacedEncoder, Callable[[int, int], ExportError]]:
+        """See ``Maker``."""
+        launches = launches_of(dict.fromkeys(self.shards.values()), self.form, frozenset(), places)
+        kept = [launch.kept(self.form) for launch in launches]
+        encoder = PlacedEncoder(
+            [launch.tables for launch in launches],
+            [None if own is None else own.view(torch.uint8).numpy() for own in kept],
+        )
+        return encoder, lambda launch, shard: not_finite(launches[launch].shards[shard].part)
 
     def _note(self, launch: EncodeLaunch, are_wrong: Tensor) -> None:
         flags = torch.empty(len(are_wrong), dtype=are_wrong.dtype, pin_memory=True)
@@ -275,8 +249,3 @@ class ShardEncoder:
             if (wrong := flags.nonzero()).numel():
                 self._waiting.clear()  # a check of other numbers must not meet them
                 raise not_finite(done.shards[int(wrong[0])].part)
-
-
-def _area(sizes: tuple[int, int]) -> int:
-    rows, columns = sizes
-    return rows * columns

@@ -1,4 +1,4 @@
-"""The kernel behind ``launches.py``: the codes and scales of many shards in one launch.
+"""The kernel behind ``encode_tables.py``: the codes and scales of many shards in one launch.
 
 A program reads whole blocks once: it finds their largest numbers, decides on the scales, and writes scales and codes.
 Every rule is a rule of ``rules/codec.py``, with equal bits.
@@ -11,60 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mcore_bridge.rules.codec import MOST, smallest_scale
-from mcore_bridge.weights.sent.block_geometry import Blocks
-
-_FEW = 8
-"""The first rows of a block that are checked for changes before all rows are."""
-_KINDS = {"fp8": 0, "mxfp4": 1, "int4": 2}
-_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def encode_tiles(
-    blocks: Blocks,
-    addresses: Tensor,
-    table: Tensor,
-    owners: Tensor,
-    kept: Tensor | None,
-    codes: Tensor,
-    scales: Tensor,
-    not_finite: Tensor,
-    *,
-    aligned: bool = False,
-    places: Tensor | None = None,
-) -> None:
-    """Encode shards, on the current stream of the device of ``codes``.
-
-    Args:
-        blocks: the blocks of one of the shards; ``alike`` is equal for all.
-        addresses: where the numbers of tensors are, int64 [tensors]. Each tensor is contiguous.
-        table: a row of ``launches.COLUMNS`` for each shard, int32 [shards, columns].
-        owners: the shard of each tile, int32 [tiles].
-        kept: scales of files, in the places of ``scales``. A block keeps its scale if this reproduces all numbers.
-            None: all scales are new.
-        codes: where to write codes, uint8 [bytes].
-        scales: where to write scales; as uint8 if they have one byte.
-        not_finite: where to write 1 for shards with NaN or infinity, int32 [shards].
-        aligned: whether all addresses are multiples of 16.
-        places: where to write each part of a row of codes instead, int64 [parts of rows of all shards]. A number counts
-            16 bytes from the beginning of ``codes``, and a part with 0 is not written. The table has the first of them
-            of each shard.
-    """
-    height, width = blocks.cells
-    lines, groups = blocks.tile
-    _encode[(len(owners),)](
-        addresses, table, owners, scales if kept is None else kept, codes, codes if places is None else places, scales,
-        not_finite,
-        float(MOST[blocks.codec.kind]), 0.0 if scales.dtype == torch.uint8 else smallest_scale(blocks.scales),
-        COLUMNS=table.shape[1], HEIGHT=height, WIDTH=width, VALUE=_FLOATS[blocks.dtype],
-        KIND=_KINDS[blocks.codec.kind], KEPT=kept is not None, POWERS=blocks.powers,
-        ROUND=_FLOATS[blocks.codec.rounded_to or torch.float32], LINES=lines, GROUPS=groups,
-        WIDE=triton.next_power_of_2(width), FEW=min(lines, _FEW), UNIT=blocks.unit, ALIGNED=aligned, CUDA=codes.is_cuda,
-        FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), PLACED=places is not None,
-        num_warps=4,
-    )  # fmt: skip
+FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What Triton calls the dtypes of numbers and factors."""
 
 
 def _jit(function: Any) -> Any:
@@ -211,7 +160,7 @@ def _differs(numbers, there, factors, ROUND: tl.constexpr, VALUE: tl.constexpr, 
 
 
 @_jit
-def _encode(  # type: ignore[no-untyped-def]
+def encode(  # type: ignore[no-untyped-def]
     addresses, table, owners, kept, codes, places, scales, not_finite, most, smallest, COLUMNS: tl.constexpr,  # noqa: N803
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr,  # noqa: N803
     POWERS: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803

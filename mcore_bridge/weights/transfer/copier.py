@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from operator import attrgetter
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -68,6 +69,8 @@ class Buffers:
     ) -> None:
         self._given, self._gpus = tensors, gpus
         self._on_device: dict[torch.device, Tensor] = {}
+        self._chosen: tuple[Buffers, Numbers] | None = None
+        """Of which buffers these are some, and their numbers there."""
         self._before: Buffers | None = None
         self._replaced: Sequence[Numbers] = ()
 
@@ -94,20 +97,30 @@ class Buffers:
     @classmethod
     def of(cls, allocations: Allocations) -> Buffers:
         """The tensors of ``allocations``, as they lay there."""
-        buffers = cls(allocations.tensors, frozenset(map(Tensor.get_device, allocations.wholes)) - {_CPU})
-        buffers.addresses, buffers.allocations = allocations.addresses, allocations
-        buffers.on_gpu = all(whole.is_cuda or whole.is_pinned() for whole in allocations.wholes)
+        buffers = cls.laid(allocations.layout, allocations.wholes)
+        buffers.allocations = allocations
+        return buffers
+
+    @classmethod
+    def laid(cls, layout: AllocationLayout, wholes: Sequence[Tensor]) -> Buffers:
+        """Tensors by their layout in allocations ``wholes``, uint8 [bytes] each."""
+        buffers = cls(partial(layout.tensors, wholes), frozenset(map(Tensor.get_device, wholes)) - {_CPU})
+        buffers.addresses = layout.addresses(wholes)
+        buffers.on_gpu = all(whole.is_cuda or whole.is_pinned() for whole in wholes)
         return buffers
 
     @cached_property
     def allocations(self) -> Allocations:
         """The allocations in which the tensors lie."""
-        return Allocations(self.tensors, self.addresses)
+        if self._chosen is None:
+            return Allocations(self.tensors, self.addresses)
+        buffers, numbers = self._chosen
+        return buffers.allocations.at(numbers)
 
     def addresses_on(self, device: torch.device) -> Tensor:
         """The addresses as a tensor on a GPU, int64 [buffers]. They are sent to the GPU once."""
         if device not in self._on_device:
-            pinned = torch.empty(len(self.addresses), dtype=torch.int64, pin_memory=True)
+            pinned = torch.empty(len(self.addresses), dtype=torch.int64, pin_memory=device.type == "cuda")
             pinned.numpy()[:] = self.addresses
             self._on_device[device] = pinned.to(device, non_blocking=True)
         return self._on_device[device]
@@ -117,7 +130,7 @@ class Buffers:
         if np.array_equal(numbers, np.arange(len(self.addresses))):
             return self
         chosen = Buffers(lambda: [self.tensors[number] for number in numbers.tolist()], self.gpus)
-        chosen.addresses, chosen.on_gpu = self.addresses[numbers], self.on_gpu
+        chosen.addresses, chosen.on_gpu, chosen._chosen = self.addresses[numbers], self.on_gpu, (self, numbers)
         return chosen
 
     def beside(self, others: Buffers) -> Buffers:
@@ -170,6 +183,36 @@ class Buffers:
         return frozenset(map(Tensor.get_device, self.tensors))
 
 
+@dataclass(frozen=True, eq=False)  # numpy's arrays have no single truth
+class AllocationLayout:
+    """Where contiguous tensors lie in some allocations, wherever these are.
+
+    Attributes:
+        numbers: the allocation of each tensor, int64; -1 for a tensor without an address.
+        offsets: the byte of the allocation at which it begins, int64.
+        sizes: its bytes, int64.
+    """
+
+    numbers: Numbers
+    offsets: Numbers
+    sizes: Numbers
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AllocationLayout):
+            return NotImplemented
+        own, others = (self.numbers, self.offsets, self.sizes), (other.numbers, other.offsets, other.sizes)
+        return all(map(np.array_equal, own, others))
+
+    def addresses(self, wholes: Sequence[Tensor]) -> Numbers:
+        """The addresses of the tensors in these allocations; 0 for a tensor without one."""
+        return np.array([*map(Tensor.data_ptr, wholes), 0], dtype=np.int64)[self.numbers] + self.offsets
+
+    def tensors(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """The bytes of the tensors."""
+        places = zip(self.numbers.tolist(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [wholes[number][start : start + size] if size else torch.empty(0) for number, start, size in places]
+
+
 class Allocations:
     """The allocations in which contiguous tensors lie. It is of no use if they are more than ``MOST_ALLOCATIONS``.
 
@@ -179,32 +222,32 @@ class Allocations:
     """
 
     def __init__(self, tensors: Sequence[Tensor], addresses: Numbers) -> None:
-        self.numbers: Numbers = np.zeros(len(addresses), dtype=np.int64)
-        """The number of the allocation of each tensor that has bytes."""
-        self.offsets: Numbers = np.zeros(len(addresses), dtype=np.int64)
-        """The byte of the allocation at which each tensor begins."""
         self.wholes: list[Tensor] = []
         """The allocations, uint8 [bytes] each. Empty this list to keep the object without the memory."""
+        numbers, offsets = np.full(len(addresses), -1, dtype=np.int64), np.zeros(len(addresses), dtype=np.int64)
         order = np.argsort(addresses, kind="stable")
         in_order = addresses[order]
         at = int(np.searchsorted(in_order, 1))
         firsts: list[Tensor] = []
-        self._empty = order[:at]
         while at < len(order) and len(self.wholes) <= MOST_ALLOCATIONS:  # one tensor says where the others lie
             firsts.append(tensors[order[at]])
             whole = whole_of(firsts[-1])
             end = int(np.searchsorted(in_order, whole.data_ptr() + whole.numel()))
-            self.numbers[order[at:end]] = len(self.wholes)
-            self.offsets[order[at:end]] = in_order[at:end] - whole.data_ptr()
+            numbers[order[at:end]] = len(self.wholes)
+            offsets[order[at:end]] = in_order[at:end] - whole.data_ptr()
             self.wholes.append(whole)
             at = end
-        self._num_bytes = [*map(attrgetter("nbytes"), tensors)]
+        self.layout = AllocationLayout(
+            numbers, offsets, np.array([*map(attrgetter("nbytes"), tensors)], dtype=np.int64)
+        )
         self._firsts = [*map(weakref.ref, firsts)]
         self._places = [*map(_place, firsts)]
 
-    def is_like(self, other: Allocations) -> bool:
-        """Whether all tensors lie at the same places of allocations, which may be elsewhere."""
-        return np.array_equal(self.numbers, other.numbers) and np.array_equal(self.offsets, other.offsets)
+    def at(self, numbers: Numbers) -> Allocations:
+        """The same allocations, for the tensors of these numbers."""
+        chosen, layout = copy(self), self.layout
+        chosen.layout = AllocationLayout(layout.numbers[numbers], layout.offsets[numbers], layout.sizes[numbers])
+        return chosen
 
     def find(self) -> bool:
         """Look up ``wholes`` again by one tensor of each. False if there are too many.
@@ -218,19 +261,6 @@ class Allocations:
             return False
         self.wholes = [*map(whole_of, firsts)]
         return True
-
-    @property
-    def addresses(self) -> Numbers:
-        """The addresses of the tensors, if they lie as they did in ``wholes``."""
-        wholes = np.array([*map(Tensor.data_ptr, self.wholes), 0], dtype=np.int64)
-        addresses = wholes[self.numbers] + self.offsets
-        addresses[self._empty] = 0
-        return addresses
-
-    def tensors(self) -> list[Tensor]:
-        """The bytes of the tensors, if they lie as they did in ``wholes``."""
-        places = zip(self.numbers.tolist(), self.offsets.tolist(), self._num_bytes, strict=True)
-        return [self.wholes[number][start : start + size] if size else torch.empty(0) for number, start, size in places]
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,16 +277,28 @@ class RowPlaces:
     memory: Buffers
     launches: dict[Any, Any] = field(default_factory=dict)
 
-    def distances(self, numbers: Sequence[int], device: torch.device) -> Tensor:
-        """Where the parts of the rows of these codes begin, on ``device``, int64 [parts of all rows].
 
-        It is counted in ``WIDEST`` bytes from the beginning of the result; 0 for a part without a place.
+class PlacedMaker(Protocol):
+    """Makes codes and scales in the process of an engine, which has their places. It can be sent there."""
+
+    def make(self, held: Buffers, memory: Buffers, device: torch.device) -> Sequence[Made]:
+        """Write all codes to their places in ``memory``, from the tensors of an export; the scales are returned.
+
+        This does not wait for the GPU.
         """
-        own = [self.rows[number] for number in numbers]
-        tensors, starts = (np.concatenate([places.ravel() for places in column]) for column in zip(*own, strict=True))
-        result = torch.empty(len(tensors), dtype=torch.int64, device=device)
-        distances = (self.memory.addresses[tensors] + starts - result.data_ptr()) // WIDEST
-        return result.copy_(torch.from_numpy(np.where(tensors < 0, 0, distances)))
+
+    def wrong(self) -> tuple[int, int] | None:
+        """What could not be made, if anything, in numbers for an error; after a wait for the GPU."""
+
+
+def distances(rows: Rows, memory: Buffers, device: torch.device) -> Tensor:
+    """Where parts of rows begin in ``memory``, on ``device``, int64 [parts].
+
+    It is counted in ``WIDEST`` bytes from the beginning of the result; 0 for a part without a place.
+    """
+    result = torch.empty(len(rows.tensors), dtype=torch.int64, device=device)
+    places = (memory.addresses[rows.tensors] + rows.starts - result.data_ptr()) // WIDEST
+    return result.copy_(torch.from_numpy(np.where(rows.tensors < 0, 0, places)))
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor, UntypedStorage
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.machine import uncollected
-from mcore_bridge.weights.plan.boxes import WIDEST, RowSizes
+from mcore_bridge.weights.plan.boxes import WIDEST, Rows, RowSizes
 from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
-from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces
+from mcore_bridge.weights.transfer.copier import Buffers, Made, PlacedMaker, RowPlaces
 from mcore_bridge.weights.transfer.program import Program, Step
 from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
 
@@ -62,6 +62,21 @@ class Maker(Protocol):
     @property
     def is_placed(self) -> bool:
         """Whether it writes all of them there."""
+
+    @property
+    def form(self) -> object:
+        """The format in which they leave."""
+
+    @property
+    def is_of_parameters(self) -> bool:
+        """Whether all are made of parameters of this rank, and none of merged weights."""
+
+    def placed(self, places: Mapping[int, Rows]) -> tuple[PlacedMaker, Callable[[int, int], ExportError]]:
+        """What makes all of them in an engine's process, and what makes an error of its ``wrong``.
+
+        Args:
+            places: the places of the rows of all codes there.
+        """
 
     def make(self, numbers: Sequence[int] | None, held: Buffers) -> Iterator[Made]:
         """Make tensors of these numbers, or all, from the tensors of this rank. What comes with them is made, too."""
@@ -132,6 +147,10 @@ class Sources:
         if self.maker is not None and (others := [number for number in numbers if number not in self._merges]):
             yield from self.maker.make(others, self._buffers)
             self.maker.check(_UNCHECKED)
+
+    def leave_to_engine(self) -> None:
+        """Make nothing of what the maker makes, since the process of an engine does it."""
+        self.maker, self._unmade = None, frozenset(self._merges)
 
     def passed(self, message: int) -> None:
         """Free tensors that were made and that no message soon after this one needs; after the last one, check all.
