@@ -1,6 +1,7 @@
 """ModelOpt's quantizers of NVFP4: how verl inserts them into a model (QAT), and what they make of weights."""
 
 import copy
+import itertools
 from typing import Any
 
 import torch
@@ -34,14 +35,15 @@ def range_of(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         amax: the largest magnitude of the weight for the quantizer.
     """
-    first, second = (_rounded(weight.float() * (1 + sign * _INEXACT), amax.float()) for sign in (-1, 1))
-    return torch.minimum(first, second), torch.maximum(first, second)
+    inexact = [1 + sign * _INEXACT for sign in (-1, 0, 1)]
+    every = [_rounded(weight.float(), amax.float(), *factors) for factors in itertools.product(inexact, inexact)]
+    return torch.stack(every).amin(0), torch.stack(every).amax(0)
 
 
-def _rounded(numbers: Tensor, amax: Tensor) -> Tensor:
+def _rounded(numbers: Tensor, amax: Tensor, of_scales: float, of_numbers: float) -> Tensor:
     codec = rules.Codec("nvfp4", (1, 16), None, "multiplies")
     blocks, overall = numbers.unflatten(-1, (-1, 16)), rules.new_overall(codec, amax)
-    stored = rules.new_scales(codec, blocks.abs().amax(-1, True), torch.float8_e4m3fn, overall=overall)
-    scales = rules.scales_of(codec, stored, overall)
-    codes = rules.codes_of(codec, rules.divided(codec, blocks, scales))
+    largest = blocks.abs().amax(-1, True) * of_scales
+    scales = rules.scales_of(codec, rules.new_scales(codec, largest, torch.float8_e4m3fn, overall=overall), overall)
+    codes = rules.codes_of(codec, rules.divided(codec, blocks * of_numbers, scales))
     return rules.decoded(codec, rules.numbers_of(codec, codes), scales, torch.float32).flatten(-2)

@@ -430,6 +430,48 @@ def test_an_engine_that_pulls_makes_the_codes_itself(tmp_path: Path) -> None:
     assert found == [(True, True, False)] * 6
 
 
+class Repacking(nn.Module):
+    """An engine that keeps HF tensors, but computes what it keeps of output projections, as kernels for 4 bits want."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        for spec in manifest:
+            self.register_buffer(spec.name.replace(".", "-"), torch.zeros(spec.shape, dtype=spec.dtype))
+
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Load HF tensors."""
+        for name, tensor in pairs:
+            own = self.get_buffer(name.replace(".", "-"))
+            if name.endswith("o_proj.weight"):
+                own.copy_(tensor ^ 0x88)
+            else:
+                own.copy_(1 / tensor if name.endswith("o_proj.weight_scale_2") else tensor)
+
+
+def numbers_alone_by_a_map(folder: str, dims: mb.ParallelDims) -> list[bool]:
+    """On one rank: whether an engine has the bits of its loader. Scales of whole weights have no dims."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16, load_weights=False)
+    note = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+    manifest = mb.manifest(models, quantize=note)
+    engine, by_loader = Repacking(manifest), Repacking(manifest)
+    mapped = mb.engines.map_engine(manifest, engine, engine.load)
+    assert {entry.tensor.rpartition("-")[2] for entry in mapped.map.uncovered} == {"weight", "weight_scale_2"}
+    by_loader.load(mb.iter_hf_weights(models, quantize=note))
+    sent = dict(mb.iter_hf_weights(models, target=mapped.map, quantize=note))
+    assert sum(not tensor.shape for tensor in sent.values()) > 4
+    mapped.begin([TensorSpec.of(*pair) for pair in sent.items()])
+    mapped.write([*sent.items()])
+    mapped.complete()
+    pairs = zip(engine.buffers(), by_loader.buffers(), strict=True)
+    return [torch.equal(as_bytes(one), as_bytes(two)) for one, two in pairs]
+
+
+def test_numbers_alone_go_into_an_engine_by_its_map_and_its_loader(tmp_path: Path) -> None:
+    tiny("qwen3", hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path)
+    assert all(map(all, pool.run(2, numbers_alone_by_a_map, str(tmp_path), mb.ParallelDims(tp=2))))
+
+
 def rounds_of_all_ranks(
     folder: str, note: dict[str, Any], dims: mb.ParallelDims, parts: int
 ) -> tuple[list[Any], list[Any]]:

@@ -352,10 +352,11 @@ class PlacedEncoder:
             The scales. Codes are replaced by nothing.
         """
         self._are_wrong, made = [], []
-        for number, launch in enumerate(self._launches):
-            result = launch.run(held, self._scales_of_files(number, device), device, memory)
-            self._are_wrong.append(result.are_wrong)
-            made.append(Made(launch.tables.numbers, result.addresses, partial(_in_turn, launch.tables, result)))
+        with torch.cuda.device(device), torch.no_grad():
+            for number, launch in enumerate(self._launches):
+                result = launch.run(held, self._scales_of_files(number, device), device, memory)
+                self._are_wrong.append(result.are_wrong)
+                made.append(Made(launch.tables.numbers, result.addresses, partial(_in_turn, launch.tables, result)))
         return made
 
     def _scales_of_files(self, number: int, device: torch.device) -> Tensor | None:
