@@ -1,4 +1,7 @@
-"""NeMo-RL's map of the local parts of HF tensors, for its refit without a gather (``nccl_reshard``)."""
+"""NeMo-RL's map of the local parts of HF tensors, for its refit without a gather (``nccl_reshard``).
+
+``qat_format`` is for its refit of a model in quantization-aware training (``real_quant``).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from mcore_bridge.errors import ExportError, MappingError
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.trainers.weight_export import qat_format as qat_format
 from mcore_bridge.weights.bound import BoundModel, bind, provenance_on
 from mcore_bridge.weights.export import SliceOrigin, origins_of
 from mcore_bridge.weights.model_chunks import Models, chunks_of

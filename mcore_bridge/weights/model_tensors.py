@@ -104,19 +104,32 @@ def require_as_built(models: Sequence[nn.Module], shapes: Mapping[str, Shape]) -
     )
 
 
+def quantizers_of(models: Sequence[nn.Module]) -> Iterator[tuple[tuple[str, ...], nn.Module, Any]]:
+    """ModelOpt's quantizers that round weights in training: canonical names of the weights, module, and quantizer.
+
+    A grouped layer of TransformerEngine holds the weights of all its experts, and has a list of quantizers for them.
+    """
+    for chunk in map(unwrap, models):
+        numbering = numbering_of(chunk)
+        for path, module in chunk.named_modules():
+            quantizer: Any = getattr(module, "weight_quantizer", None)
+            is_grouped = isinstance(quantizer, nn.ModuleList)
+            of_weights = {f"weight{n}": own for n, own in enumerate(quantizer)} if is_grouped else {"weight": quantizer}
+            for name, own in of_weights.items():
+                if own is not None and own.is_enabled:
+                    yield canonical_names(f"{path}.{name}", numbering), module, own
+
+
 def ranges_of_quantizers(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """The largest magnitudes for which ModelOpt's quantizers round weights in training, [] each, by canonical name.
 
     A quantizer has seen its weight once, and keeps this number while the weight changes.
     """
     ranges: dict[str, Tensor] = {}
-    for chunk in map(unwrap, models):
-        numbering = numbering_of(chunk)
-        for path, module in chunk.named_modules():
-            quantizer: Any = getattr(module, "weight_quantizer", None)
-            amax = getattr(quantizer, "_amax", None)
-            if amax is not None and amax.numel() == 1 and quantizer.is_enabled:
-                ranges |= dict.fromkeys(canonical_names(f"{path}.weight", numbering), amax.detach())
+    for names, _, quantizer in quantizers_of(models):
+        amax = getattr(quantizer, "_amax", None)
+        if amax is not None and amax.numel() == 1:
+            ranges |= dict.fromkeys(names, amax.detach())
     return ranges
 
 

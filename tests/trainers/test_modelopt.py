@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import mcore_bridge as mb
+from mcore_bridge.errors import ConfigError
 from tests.support import pool
 from tests.support.modelopt import NOTE, fake_quantized
 from tests.support.strategies import random_state, tiny
@@ -106,6 +107,77 @@ def same(tensor: Tensor, other: Tensor) -> bool:
 
 def test_a_model_in_qat_leaves_with_the_bits_of_modelopt(tmp_path: Path) -> None:
     assert pool.run(1, compared, str(tmp_path)) == [[]]
+
+
+def refused(dims: mb.ParallelDims, folder: str) -> list[str]:
+    """Runs in a worker: why a model cannot leave as it is trained, for quantizers of other kinds on rank 0 alone."""
+    import modelopt.torch.quantization as mtq
+
+    from mcore_bridge.trainers.nemo_rl import qat_format
+
+    dims.initialize(device="cpu")
+    found = []
+    for config in (None, mtq.FP8_DEFAULT_CFG, "inputs", "router"):
+        models = mb.build_model(folder, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
+        if torch.distributed.get_rank() == 0 and config is not None:
+            if isinstance(config, str):
+                fake_quantized(models[0])
+            else:
+                mtq.quantize(models[0], config)
+        layer: Any = models[0].decoder.layers[0]
+        if config == "inputs" and torch.distributed.get_rank() == 0:
+            layer.mlp.experts.local_experts[1].linear_fc2.input_quantizer.enable()
+        if config == "router" and torch.distributed.get_rank() == 0:
+            layer.mlp.router.weight_quantizer = layer.self_attention.linear_proj.weight_quantizer
+        with pytest.raises(ConfigError) as error:
+            qat_format(models)
+        found.append(str(error.value).partition(" found ")[2])
+    return found
+
+
+def test_quantizers_that_nvfp4_does_not_have_are_named_on_every_rank(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    nothing, fp8, inputs, router = pool.run(1, refused, mb.ParallelDims(), str(tmp_path))[0]
+    assert nothing.startswith("no quantizer. Change")
+    assert fp8.startswith("model.layers.0.mlp.experts.0.down_proj.weight: num_bits=(4, 3), block_sizes={}; model")
+    assert inputs.startswith("model.layers.0.mlp.experts.1.down_proj.weight: its input_quantizer is enabled (1 in all")
+    assert router.startswith("model.layers.0.mlp.gate.weight: it cannot leave in NVFP4 (1 in all). Change")
+    first, second = pool.run(2, refused, mb.ParallelDims(pp=2), str(tmp_path))
+    assert first == second
+    assert [first[0], *first[2:]] == [nothing, inputs, router]
+
+
+class Grouped(torch.nn.Module):
+    """A grouped layer of two experts, as far as quantizers see it."""
+
+    def __init__(self, quantizers: Any) -> None:
+        super().__init__()
+        self.weight0, self.weight1 = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+        self.weight_quantizer = quantizers
+
+
+def of_grouped_layers(folder: str) -> dict[str, float]:
+    """In a worker: the ranges of a layer of TransformerEngine with an own quantizer for each expert."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+    from modelopt.torch.quantization.nn.modules.tensor_quantizer import GroupedQuantizer
+
+    from mcore_bridge.weights.model_tensors import ranges_of_quantizers
+
+    mb.ParallelDims().initialize(device="cpu")
+    models = mb.build_model(folder, device="cpu", load_weights=False)
+    quantizers = [TensorQuantizer() for _ in range(2)]
+    for number, quantizer in enumerate(quantizers):
+        quantizer.amax = torch.tensor(number + 1.0)
+    layer: Any = models[0].decoder.layers[1]
+    layer.mlp.experts.linear_fc1 = Grouped(GroupedQuantizer(*quantizers))
+    return {name: float(amax) for name, amax in ranges_of_quantizers(models).items()}
+
+
+def test_each_expert_of_a_grouped_layer_has_its_own_quantizer(tmp_path: Path) -> None:
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    expected = {f"decoder.layers.1.mlp.experts.{n}.linear_fc1.weight": n + 1.0 for n in range(2)}
+    assert pool.run(1, of_grouped_layers, str(tmp_path)) == [expected]
 
 
 MESHES = {

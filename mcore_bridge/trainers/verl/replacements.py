@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.trainers.module_patch import original
 from mcore_bridge.trainers.peft_functions import Peft, create_peft
+from mcore_bridge.trainers.weight_export import qat_format
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.model_chunks import Models
 
 
-_NVFP4 = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
 _NAME = "verl.utils.kernel.linear_cross_entropy"
 _SPLIT = 1024
 """Rows that the kernels process at a time. Ranks exchange a maximum for each part, so they need equally many parts."""
@@ -112,33 +112,12 @@ def export_qat_weights(
         qat_mode, bridge: without effect.
 
     Raises:
-        ConfigError: on every rank, when training rounds a weight that cannot leave in NVFP4.
+        ConfigError: on every rank, as ``qat_format``.
     """
     from mcore_bridge.weights.export import iter_hf_weights
-    from mcore_bridge.weights.manifest import manifest
 
     per_tensor_param.close()
-    names = {spec.name for spec in manifest(modules, expert_format="split", quantize=_NVFP4)}
-    encoded = {name for name in names if f"{name}_scale" in names}
-    rounded = _rounded(modules)
-    if lost := sorted(rounded - encoded):
-        raise ConfigError(
-            f"training rounds {len(lost)} weights that cannot leave in NVFP4, such as {lost[0]}: name their modules "
-            "in qat.ignore_patterns"
-        )
-    plain = sorted(name.removesuffix(".weight") for name in encoded - rounded)
-    return iter_hf_weights(modules, expert_format="split", quantize={**_NVFP4, "exclude_modules": plain})
-
-
-def _rounded(models: Models) -> set[str]:
-    """The HF weights of the whole model that ModelOpt's quantizers round. All ranks of a replica call it together."""
-    from mcore_bridge.weights.bound import bind
-    from mcore_bridge.weights.model_tensors import ranges_of_quantizers
-    from mcore_bridge.weights.transfer.collectives import Group
-
-    bound = bind(models, expert_format="split")
-    own = {name for mcore in ranges_of_quantizers(bound.chunks) for name in bound.mapping.bind(mcore).hf}
-    return set().union(*Group.of_replica(bound.chunks[0].pg_collection).all_gather_object(own))
+    return iter_hf_weights(modules, expert_format="split", quantize=qat_format(modules))
 
 
 def hf_to_mcore_config(*arguments: object, **keywords: object) -> NoReturn:
