@@ -131,7 +131,10 @@ def _kernels(model: nn.Module) -> tuple[_Held, _Held]:
         for layer in layers
     ]
     unique = {id(methods[layer]): methods[layer] for layer in layers}.values()
-    return wrapped, [(method, dict(vars(method))) for method in unique]
+    of_methods: _Held = [  # a kernel that is not there yet may be made
+        (method, {name: value for name, value in vars(method).items() if value is not None}) for method in unique
+    ]
+    return wrapped, of_methods
 
 
 @contextmanager

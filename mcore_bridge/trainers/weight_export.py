@@ -68,9 +68,12 @@ def qat_format(models: Models) -> dict[str, Any]:
 
 def _unlike_nvfp4(module: Any, quantizer: Any) -> str:
     """In which way training rounds a weight or its inputs otherwise; empty if it does not."""
-    blocks = quantizer.block_sizes or {}
-    if (quantizer.num_bits, blocks.get(-1), blocks.get("scale_bits")) != ((2, 1), 16, (4, 3)):
-        return f"num_bits={quantizer.num_bits}, block_sizes={blocks}"
+    bits, blocks = (
+        getattr(quantizer, "num_bits", type(quantizer).__name__),
+        getattr(quantizer, "block_sizes", None) or {},
+    )
+    if (bits, blocks.get(-1), blocks.get("scale_bits")) != ((2, 1), 16, (4, 3)):
+        return f"num_bits={bits}, block_sizes={blocks}"
     of_inputs = getattr(module, "input_quantizer", None)
     return "its input_quantizer is enabled" if of_inputs is not None and of_inputs.is_enabled else ""
 

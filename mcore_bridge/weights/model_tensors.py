@@ -116,7 +116,7 @@ def quantizers_of(models: Sequence[nn.Module]) -> Iterator[tuple[tuple[str, ...]
             is_grouped = isinstance(quantizer, nn.ModuleList)
             of_weights = {f"weight{n}": own for n, own in enumerate(quantizer)} if is_grouped else {"weight": quantizer}
             for name, own in of_weights.items():
-                if own is not None and own.is_enabled:
+                if getattr(own, "is_enabled", False):
                     yield canonical_names(f"{path}.{name}", numbering), module, own
 
 

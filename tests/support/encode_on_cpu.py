@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.codec import as_bytes, codes_of, decoded, divided, new_scales, numbers_of, scales_of
+from mcore_bridge.weights.engine import puller
 from mcore_bridge.weights.sent import encode_tables, encoding
 from mcore_bridge.weights.sent.encode_tables import Blocks, TileLaunch
 from mcore_bridge.weights.sent.launches import EncodeLaunch, ShardEncoder
@@ -106,7 +107,8 @@ def launches_on_cpu() -> Iterator[list[set[int]]]:
         encoder._waiting.append((launch, are_wrong, event))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(encoding, "runs_kernel", lambda device: True)
+        for module in (encoding, puller):
+            patched.setattr(module, "runs_kernel", lambda device: True)
         patched.setattr(torch.cuda, "device", lambda device: nullcontext())
         patched.setattr(TileLaunch, "run", note_run)
         patched.setattr(ShardEncoder, "_note", note)

@@ -30,7 +30,7 @@ from mcore_bridge.rules.codec import as_bytes
 from mcore_bridge.rules.scheme import joined_names
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import open_plain
-from mcore_bridge.weights.engine import across_ranks
+from mcore_bridge.weights.engine import across_ranks, pull_writer
 from mcore_bridge.weights.engine import writer as writing
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.manifest import Manifest
@@ -374,7 +374,8 @@ class PulledRounds(EncodedRounds):
         self.worker = EngineWorker(self._own, self._own.load, name="it")
         self.writer = PullWriter(self.worker.ask_map(specs), Near(self.worker))
         self.move(0)
-        self.writer.can_encode = self.worker.ask_pull(specs, self.writer.open(self.parameters.values()))
+        with launches_on_cpu():
+            self.writer.can_encode = self.worker.ask_pull(specs, self.writer.open(self.parameters.values()))
 
     def move(self, between: int) -> None:
         """Move all weights."""
@@ -415,6 +416,11 @@ def rounds_of_a_pull(folder: str, note: dict[str, Any], *, turns: bool) -> list[
         run()
     weight.data.copy_(kept)
     run()
+    apart = [into_one_file([parameter]) for parameter in rounds.parameters.values()]
+    fewer = mock.patch.object(pull_writer, "MOST_ALLOCATIONS", len(apart) - 1)
+    with fewer, pytest.raises(TransferError, match=r"weights in at most \d\d allocations"):
+        run()
+    rounds.move(0)
     run()
     return found
 
@@ -425,7 +431,7 @@ def test_an_engine_that_pulls_makes_the_codes_itself(tmp_path: Path) -> None:
     tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
     note = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": ["layers.1.mlp"]}
     (found,) = pool.run(1, partial(rounds_of_a_pull, turns=False), str(tmp_path), note)
-    assert found == [(True, messages, True) for messages in (True, False, False, True, False, False)]
+    assert found == [(True, messages, True) for messages in (True, False, False, True, False, True)]
     (found,) = pool.run(1, partial(rounds_of_a_pull, turns=True), str(tmp_path), note)
     assert found == [(True, True, False)] * 6
 

@@ -20,7 +20,14 @@ from mcore_bridge.weights.engine.composed import EngineOutputs, EngineProgram, E
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share_part
 from mcore_bridge.weights.plan.boxes import through
 from mcore_bridge.weights.plan.engine_map import EngineMap
-from mcore_bridge.weights.transfer.copier import MOST_ALLOCATIONS, AllocationLayout, Buffers, CopyTable, whole_of
+from mcore_bridge.weights.transfer.copier import (
+    MOST_ALLOCATIONS,
+    AllocationLayout,
+    Allocations,
+    Buffers,
+    CopyTable,
+    whole_of,
+)
 from mcore_bridge.weights.transfer.endpoints import Maker, Sources
 
 MOST_CAST_BYTES = 64 << 20
@@ -125,6 +132,9 @@ class PullWriter(MapWriter):
         if cast_bytes > MOST_CAST_BYTES:
             raise TransferError(f"the engine's map casts HF tensors of {cast_bytes} bytes to another dtype")
         allocations = Buffers([tensor.detach() for tensor in tensors]).allocations
+        return self._shared(allocations)
+
+    def _shared(self, allocations: Allocations) -> list[Handle]:
         if len(allocations.wholes) > MOST_ALLOCATIONS:
             raise TransferError(
                 f"expected weights in at most {MOST_ALLOCATIONS} allocations, as megatron-core's DDP makes them for "
@@ -188,7 +198,11 @@ class PullWriter(MapWriter):
         layout = None if allocations.layout == self._layout else allocations.layout
         self._layout = allocations.layout
         _synchronize(held)
-        handles = [share_part(whole, self.map.digest) for whole in allocations.wholes]
+        try:
+            handles = self._shared(allocations)
+        except TransferError as error:
+            self._problem = self._problem or error
+            return
         self._ask("pull_begin", handles, layout, self._makes)
 
     def _run(self, table: CopyTable, windows: Tensor) -> None:
@@ -236,16 +250,27 @@ class PullWriter(MapWriter):
         wrong = self._take_answers()
         self._windows.clear()
         if self._problem is not None:  # questions were left out, so nobody knows what the engine has
-            self._sent, self._layout, self._numbers = None, None, {}
+            self._forget()
             raise self._problem
         if self._makes and wrong is not None:
             assert self._error is not None
             raise self._error(*wrong)
 
+    def _forget(self) -> None:
+        """Forget what the engine knows."""
+        self._sent, self._layout, self._numbers = None, None, {}
+
     def let_go(self) -> None:
         """See ``MapWriter``."""
         super().let_go()
         self._staging = None
+        self._windows.clear()
+
+    def close(self) -> None:
+        """See ``MapWriter``."""
+        super().close()
+        self._forget()
+        self._staged, self._error = {}, None
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

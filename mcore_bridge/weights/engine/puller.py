@@ -16,7 +16,7 @@ from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.plan.boxes import ByteCopy, Table
-from mcore_bridge.weights.transfer.copier import AllocationLayout, Buffers, CopyTable, PlacedMaker, has_triton
+from mcore_bridge.weights.transfer.copier import AllocationLayout, Buffers, CopyTable, PlacedMaker, runs_kernel
 
 _OTHER = (
     "expected memory for this engine's map, found memory for another map: the sender must take the map of this engine"
@@ -55,8 +55,7 @@ class Puller:
     @property
     def can_encode(self) -> bool:
         """Whether this process can encode weights into the engine's memory, in a round that was announced."""
-        has_kernel = self._device.type == "cpu" or has_triton()
-        return has_kernel and self._memory is not None and self._memory.takes_rows(self._device)
+        return runs_kernel(self._device) and self._memory is not None and self._memory.takes_rows(self._device)
 
     def announce(self) -> None:
         """Announce a round.
@@ -93,7 +92,7 @@ class Puller:
             if not self.can_encode:
                 raise TransferError(
                     "expected tensors of the engine at multiples of 16 bytes, as when the sync began, found others: "
-                    "begin the sync again"
+                    "sync once more"
                 )
             held = held.with_others(self._maker.make(held, self._memory, self._device))
         self._buffers = held.beside(self._memory)
@@ -113,6 +112,8 @@ class Puller:
             handle: these windows, if this round has not opened them yet.
         """
         if table is not None:
+            if number == 0:  # the sender has begun to number anew
+                self._tables = {}
             self._tables[number] = CopyTable(map(ByteCopy._make, table.tolist()))
         if handle is not None:
             (self._windows[windows],) = self.open([handle])

@@ -36,7 +36,7 @@ class MapSlices:
     def taken(self, hf: str, dims: Sequence[int]) -> tuple[Indices, ...]:
         """For each of ``dims``, the used indices along it, ascending; all indices if no slice is enough."""
         shape = self._shapes[hf]
-        if len(shape) in dims:  # a number alone, which plans count as a row of one element
+        if len(shape) in dims:  # a number alone, or one for each expert: plans count it as a row of one element
             return *self.taken(hf, [dim for dim in dims if dim < len(shape)]), np.arange(1)
         taken = tuple(self._indices(hf, dim) for dim in dims)
         try:

@@ -25,8 +25,8 @@ COLUMNS = (
     *("codes", "scales", "parts_of_a_row"),
 )
 """What the kernel needs to know of each shard; codes begin at a multiple of 16 bytes, and scales at an element."""
-MOST_KEPT = 1 << 22
-"""The scales of files for a launch stay on the GPU between exports if they have at most this many bytes."""
+_FEW_BYTES, _SHARE = 1 << 22, 256
+"""Scales of files for a launch stay on the GPU between exports if they are few bytes, or a small share of the codes."""
 _LARGEST = 1 << 15
 """Numbers of the largest block. A program of the kernel holds all of them in registers."""
 _TILE = 1 << 12
@@ -188,6 +188,10 @@ class EncodeTables:
             _joined(rows) if rows else None,
         )
 
+    def keeps(self, scales: Tensor) -> bool:
+        """Whether scales of files stay on a GPU between exports."""
+        return scales.nbytes <= max(_FEW_BYTES, self.sizes[0] // _SHARE)
+
     def views(self, made: EncodedTiles) -> Iterator[tuple[Tensor, Tensor]]:
         """The codes of each shard, uint8 [bytes] (none if their rows have places), and its scales [rows, columns]."""
         of, item = self.blocks, self.blocks.scales.itemsize
@@ -269,7 +273,7 @@ class TileLaunch:
     def __init__(self, tables: EncodeTables) -> None:
         self.tables = tables
         self._shards: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._places: tuple[Buffers, Tensor] | None = None
+        self._places: tuple[Numbers, Tensor] | None = None
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The table of shards, and the shard of each tile, int32 [tiles]."""
@@ -283,8 +287,8 @@ class TileLaunch:
         """Where each part of a row of codes belongs in this memory, if it does; see ``distances``."""
         if self.tables.rows is None or memory is None:
             return None
-        if self._places is None or self._places[0] is not memory:
-            self._places = memory, distances(self.tables.rows, memory, device)
+        if self._places is None or not np.array_equal(self._places[0], memory.addresses):
+            self._places = memory.addresses, distances(self.tables.rows, memory, device)
         return self._places[1]
 
     def run(self, held: Buffers, kept: Tensor | None, device: torch.device, memory: Buffers | None) -> EncodedTiles:
@@ -364,7 +368,7 @@ class PlacedEncoder:
             return self._on_device.get(number)
         scales = self._tables[number].blocks.scales
         own = torch.from_numpy(self._kept[number]).to(device).view(torch.uint8 if scales.itemsize == 1 else scales)
-        if own.nbytes <= MOST_KEPT:
+        if self._tables[number].keeps(own):
             self._on_device[number] = own
         return own
 

@@ -25,10 +25,10 @@ from mcore_bridge.weights.plan.boxes import RowSizes
 from mcore_bridge.weights.plan.encoded_entries import encoded_entries, whole_trace
 from mcore_bridge.weights.plan.inventory import EncodedPart, ParamEntry, Role
 from mcore_bridge.weights.sent.encoded_shard import EncodedShard, largest_of, num_shared
-from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard, ShardEncoder, blocks_of, runs_kernel
+from mcore_bridge.weights.sent.launches import EncodeLaunch, KernelShard, ShardEncoder, blocks_of
 from mcore_bridge.weights.source.weight_format import WeightFormat
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.copier import Buffers
+from mcore_bridge.weights.transfer.copier import Buffers, runs_kernel
 from mcore_bridge.weights.transfer.endpoints import Held, check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all
 from mcore_bridge.weights.transfer.program import Program

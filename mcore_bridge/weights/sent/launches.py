@@ -21,7 +21,6 @@ from mcore_bridge.weights.plan.boxes import NO_ROWS, Rows, RowSizes
 from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
 from mcore_bridge.weights.plan.inventory import EncodedPart, Role
 from mcore_bridge.weights.sent.encode_tables import (
-    MOST_KEPT,
     Blocks,
     EncodedTiles,
     EncodeTables,
@@ -30,7 +29,7 @@ from mcore_bridge.weights.sent.encode_tables import (
 )
 from mcore_bridge.weights.sent.encoded_shard import has_kept_scales, kept_scales, not_finite
 from mcore_bridge.weights.source.weight_format import WeightFormat
-from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces, has_triton
+from mcore_bridge.weights.transfer.copier import Buffers, Made, RowPlaces
 from mcore_bridge.weights.transfer.endpoints import Merge
 
 _MERGED = 1 << 25
@@ -77,11 +76,6 @@ def blocks_of(roles: Mapping[Role, EncodedPart]) -> Blocks | None:
     return blocks if blocks.are_known else None
 
 
-def runs_kernel(device: torch.device) -> bool:
-    """Whether a kernel encodes shards on ``device``."""
-    return device.type == "cuda" and has_triton()
-
-
 class EncodeLaunch:
     """Shards that one launch encodes. They are alike, and have scales in files or have none.
 
@@ -124,7 +118,7 @@ class EncodeLaunch:
         if (kept := self.kept(form)) is None:
             return None
         own = kept.to(device)
-        self._of_files = (form, own) if own.nbytes <= MOST_KEPT else None
+        self._of_files = (form, own) if self.tables.keeps(own) else None
         return own
 
     def kept(self, form: WeightFormat) -> Tensor | None:
@@ -232,7 +226,8 @@ class ShardEncoder:
             [launch.tables for launch in launches],
             [None if own is None else own.view(torch.uint8).numpy() for own in kept],
         )
-        return encoder, lambda launch, shard: not_finite(launches[launch].shards[shard].part)
+        parts = [[shard.part for shard in launch.shards] for launch in launches]
+        return encoder, lambda launch, shard: not_finite(parts[launch][shard])
 
     def _note(self, launch: EncodeLaunch, are_wrong: Tensor) -> None:
         flags = torch.empty(len(are_wrong), dtype=are_wrong.dtype, pin_memory=True)

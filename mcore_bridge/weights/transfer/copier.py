@@ -335,7 +335,7 @@ class CopyTable:
         Raises:
             TransferError: when kernels of ``device`` cannot access the GPU of a buffer on this machine.
         """
-        if device.type == "cuda" and has_triton() and staying.on_gpu:
+        if runs_kernel(device) and staying.on_gpu:
             self._launch(staying, passing, device)
             return
         tensors = [*staying.tensors, *passing.tensors]
@@ -404,7 +404,7 @@ def _words(buffer: Tensor, copy: ByteCopy, strides: tuple[int, int, int]) -> Ten
 @contextmanager
 def compiling(device: torch.device) -> Iterator[None]:
     """Compile the kernel while the block runs, if copies on ``device`` need it. This takes up to a second, once."""
-    if device.type != "cuda" or not has_triton():
+    if not runs_kernel(device):
         yield
         return
     import mcore_bridge.weights.transfer.triton_copy  # noqa: F401  # and so Triton, before the block may import it, too
@@ -425,6 +425,11 @@ def _compile(device: torch.device) -> None:
             copy = ByteCopy(0, 0, 1, 0, rows, WIDEST, 1, WIDEST, 1, WIDEST, 1)
             source, target = (torch.empty(copy.num_bytes(), dtype=torch.uint8, device=device) for _ in range(2))
             CopyTable([copy]).run(Buffers([source]), Buffers([target]), device)
+
+
+def runs_kernel(device: torch.device) -> bool:
+    """Whether kernels run on ``device``."""
+    return device.type == "cuda" and has_triton()
 
 
 @cache

@@ -167,7 +167,8 @@ class Sources:
             self._replace()
 
     def _replace(self) -> None:
-        self._current = self._buffers.with_others([*dict.fromkeys(self._made.values())])
+        others = [*dict.fromkeys(self._made.values())]
+        self._current = self._buffers.with_others(others) if others else self._buffers
 
 
 class Outputs:
