@@ -334,6 +334,8 @@ _RANGES: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), ("a number from 0 to 1", _is_share)),
     "moe_router_topk_scaling_factor": ("a number other than 0, which megatron-core reads as no factor", bool),
     "logit_divisor": ("a number other than 0", bool),
+    **dict.fromkeys(("mhc_num_residual_streams", "mhc_rank"), ("at least 1", is_count)),
+    "layernorm_epsilon": ("a number from 0 up", lambda value: is_number(value) and value >= 0),
     "softmax_scale": ("a number above 0, as kernels need", lambda value: is_number(value) and value > 0),
 }
 """The values that an mcore name may have, in words and as a check, where its type allows more. None is no value."""

@@ -202,9 +202,12 @@ def _compressed(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
 def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
     kind, bits, strategy = (weights.get(name) for name in ("type", "num_bits", "strategy"))
     size = weights.get("group_size")
-    actual = f"{kind} of {bits} bits by {strategy} (group_size={size}, symmetric={weights.get('symmetric')})"
+    order = weights.get("actorder")
+    actual = f"{kind} of {bits} bits by {strategy} (group_size={size}, symmetric={weights.get('symmetric')}"
+    actual += ")" if order in _ORDERS else f", actorder={order!r})"
     expected = "symmetric float of 8 bits by tensor, channel or block, int of 4 by group, float of 4 by 16"
-    if weights.get("symmetric") is False or weights.get("actorder") not in _ORDERS:
+    expected += "" if order in _ORDERS else ", in the order of the columns (actorder null, 'static' or 'weight')"
+    if weights.get("symmetric") is False or order not in _ORDERS:
         raise _refused("weights of compressed-tensors", actual, expected)
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel"):
         return "fp8", "tensor" if strategy == "tensor" else "row"

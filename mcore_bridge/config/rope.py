@@ -41,6 +41,8 @@ class Rope:
                 f"partial_rotary_factor must rotate an even number of the {self.head_dim} dims of a head, found "
                 f"{self.partial_rotary_factor}, which rotates {self.rotary_dim}."
             )
+        if (factor := self._number("factor")) is not None and factor <= 0:
+            raise ConfigError(f"factor of a rope must be above 0, found {factor}. Correct the HF config.")
         for name in ("short_factor", "long_factor"):
             if isinstance(factors := self.parameters.get(name), list) and 2 * len(factors) != self.rotary_dim:
                 raise ConfigError(

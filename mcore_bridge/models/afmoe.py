@@ -28,8 +28,8 @@ ARCHITECTURE = Architecture(
     ),
     rules=lambda hf: decoder(
         *ATTENTION,
-        of_layers((BEHIND_MLP,), range(hf.num_dense_layers)),
-        of_layers(EXPERT_NORM, range(hf.num_dense_layers, hf.num_hidden_layers)),
+        of_layers((BEHIND_MLP,), range(hf.num_dense_layers or 0)),
+        of_layers(EXPERT_NORM, range(hf.num_dense_layers or 0, hf.num_hidden_layers)),
         *(SWIGLU, ROUTER, EXPERTS, SHARED),
     ),
 )

@@ -1,6 +1,7 @@
 """MiMo-V2-Flash: narrow values, and in layers with a window sinks and twice as many KV heads; sigmoid-routed experts.
 
-Published configs repeat several fields under names that engines read, and that transformers does not.
+Published configs repeat several fields under names that engines read, and that transformers does not. Where a rope does
+not say how much of a head it rotates, transformers rotates 0.334 of it.
 """
 
 from mcore_bridge.architecture import Architecture
@@ -9,7 +10,7 @@ from mcore_bridge.config.rope_spelling import FULL, SLIDING
 from mcore_bridge.config.tables import DECODER, QK_PLAIN, but, derived, published, unread
 from mcore_bridge.config.tables.by_layer import VALUES_AND_SINKS
 from mcore_bridge.config.tables.derived import repeated
-from mcore_bridge.config.tables.derived_rope import LAYER_ROPES_PARTIAL
+from mcore_bridge.config.tables.derived_rope import LAYER_ROPES_OF_A_THIRD
 from mcore_bridge.config.tables.moe import EXPERT_SIZE, GROUPS, MLP_TYPES, NO_SHARED, ROUTED, SCALED, SIGMOID
 from mcore_bridge.models.blocks import GQA_OF_WIDTHS, MOE, NORMS, ROUTER_BIAS, SWIGLU, by_kind, decoder
 from mcore_bridge.rules.layout import COLUMN
@@ -28,7 +29,7 @@ REPEATED = (
         "sliding_window_size":     lambda hf: (hf.get("sliding_window") or 1) - 1}),
     repeated(MLP_TYPES, {
         "moe_layer_freq":          lambda hf: [int(kind == "sparse") for kind in hf["mlp_layer_types"]]}),
-    repeated(LAYER_ROPES_PARTIAL, {
+    repeated(LAYER_ROPES_OF_A_THIRD, {
         "rope_theta":              lambda hf: hf["rope_parameters"][FULL]["rope_theta"],
         "swa_rope_theta":          lambda hf: hf["rope_parameters"][SLIDING]["rope_theta"]}),
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
 import mcore_bridge as mb
 from mcore_bridge.config.fields import to_mcore
@@ -115,6 +115,9 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
         ("deepseek_v2", {"topk_group": 0}, "topk_group must be a positive whole number, found 0"),
         ("granite", {"attention_multiplier": 0.0}, "attention_multiplier=0.0 must give a number above 0, .* found 0.0"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0 must give a number other than 0, found 0.0"),
+        ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must give a number from 0 up, found -1.0 as"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor of a rope must be above 0, found 0.0"),
+        ("hy_v4", {"hc_mult": 0}, "hc_mult=0 must give at least 1, found 0 as .*mhc_num_residual_streams"),
         ("falcon_h1", {"key_multiplier": -0.5}, "key_multiplier=-0.5 must give a number above 0, .* found -"),
         ("qwen3_moe", {"num_experts_per_tok": 1000}, "at most [0-9]+, the number of routed experts, found 1000"),
         ("falcon_h1", {"mamba_d_conv": "4"}, "mamba_d_conv='4' must give a whole number|mamba_d_conv.*expected int"),
@@ -145,6 +148,19 @@ def test_what_older_files_say_is_read(case: str, old: Json, new: Json, tmp_path:
         (tmp_path / "config.json").write_text(json.dumps({**zoo.described()[case].hf.to_dict(), **change}))
         configs.append(repr(vars(mb.to_transformer_config(tmp_path))))
     assert configs[0] == configs[1]
+
+
+def test_a_rope_of_mimo_rotates_a_third_of_a_head_if_it_does_not_say_how_much() -> None:
+    mimo = pytest.importorskip("transformers.models.mimo_v2_flash.modeling_mimo_v2_flash")
+    full = {"partial_rotary_factor": 0.5, "rope_theta": 5e4}
+    ropes = {"full_attention": full, "sliding_attention": {"rope_theta": 500.0}}
+    fields = zoo.described()["mimo_v2_flash"].hf.to_dict()
+    ropes = {kind: {"rope_type": "default", **rope} for kind, rope in ropes.items()}
+    hf = AutoConfig.for_model(**{**fields, "head_dim": 24, "rope_parameters": ropes})
+    config = mb.to_transformer_config(hf)
+    for kind, rope in (("full_attention", config.hf_rope), ("sliding_attention", config.hf_sliding_rope)):
+        wanted, _ = mimo.MiMoV2FlashRotaryEmbedding.compute_default_rope_parameters(hf, layer_type=kind)
+        assert torch.equal(rope.frequencies(), wanted)
 
 
 def test_mtp_layers_with_an_embedding_of_their_own_are_refused() -> None:

@@ -120,6 +120,12 @@ COMPRESSED = {
 }
 
 
+def test_the_first_of_embeddings_of_ngrams_counts_as_a_reader_of_tokens():
+    hf = with_fields(CASES["qwen4_exp_text"], {"ple_layer_ids": [3]})
+    with pytest.raises(MeshError, match="the first stage of the pipeline must have the first 3 layers"):
+        mb.to_transformer_config(hf, dims=ParallelDims(pp=2))
+
+
 @pytest.mark.parametrize("message", COMPRESSED)
 def test_meshes_that_cut_groups_or_part_readers_of_tokens_are_refused(message):
     more = {"mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"], "o_groups": 2}

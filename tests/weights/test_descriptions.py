@@ -57,6 +57,24 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": -32}
             {**COMPRESSED, "config_groups": {"all": {**GROUP, "input_activations": {"dynamic": "local"}}}},
             ["input_activations of all with dynamic='local' .pass null, or true.", "pass the folder of a release"],
         ),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"q_proj": {"quant_algo": "FP8_PB_WO"}}},
+            ["found quantized_layers=.*pass one quant_algo, and list other modules in 'exclude_modules'"],
+        ),
+        ({"quant_algo": "W4A16_NVFP4", "group_size": 32}, ["found group_size=32 of weights, pass 16 or leave it out"]),
+        ({"quant_algo": "FP8_PB_WO", "group_size": 64, "kv_cache_quant_algo": "FP8"}, ["pass 128", "='FP8', leave it"]),
+        (
+            {**COMPRESSED, "format": "pack-quantized"},
+            ["found format='pack-quantized' of weights, pass 'float-quantized' or leave it out"],
+        ),
+        (
+            {**COMPRESSED, "config_groups": {"all": {**GROUP, "weights": {**ROWS, "dynamic": True, "group_size": 8}}}},
+            ["found dynamic=True of weights, pass False", "found group_size=8 of weights, pass None"],
+        ),
+        (
+            {**COMPRESSED, "config_groups": {"all": {"weights": {**INT4, "group_size": 32, "actorder": "group"}}}},
+            [r"order of the columns .* found .*symmetric=None, actorder='group'\)"],
+        ),
     ],
 )
 def test_what_a_description_cannot_ask_for_is_named(note: dict[str, Any], messages: list[str]) -> None:

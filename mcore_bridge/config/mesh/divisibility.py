@@ -203,7 +203,7 @@ def _check_readers_of_tokens(dims: ParallelDims, settings: Mapping[str, object])
     first = dims.stages(num_layers)[0].layers
     for name, reason in _READERS.items():
         own = values_of_layers({name: None, **settings}, name, num_layers)
-        last = max((layer for layer, value in enumerate(own, 1) if value not in (None, False)), default=0)
+        last = max((layer for layer, value in enumerate(own, 1) if value is not None and value is not False), default=0)
         if last > len(first):
             raise MeshError(
                 f"the first stage of the pipeline must have the first {last} layers, {reason}, found {len(first)}: "

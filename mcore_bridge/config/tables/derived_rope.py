@@ -153,11 +153,27 @@ UNROTATED = (Ignore("no layer has a rope", ROPE.names), Const("position_embeddin
 _NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 
 
-def layer_ropes(rope: Derive = ROPE) -> Derive:
-    """Layers with a window have another rope than the other layers. ``rope`` is the entry of a single one."""
+def _with_share(hf: Hf, share: float) -> Hf:
+    parameters = hf.get("rope_parameters")
+    return (
+        {**hf, "rope_parameters": {"partial_rotary_factor": share, **parameters}}
+        if isinstance(parameters, dict)
+        else hf
+    )
+
+
+def layer_ropes(rope: Derive = ROPE, share: float | None = None) -> Derive:
+    """Layers with a window have another rope than the other layers.
+
+    Args:
+        rope: the entry of a single rope.
+        share: the rotated share of a head where no ``partial_rotary_factor`` says it, if it is another one than 1.
+    """
 
     def forward(hf: Hf) -> dict[str, object]:
         layers = of_layers(hf) or _layers_of_4(hf)
+        if share is not None:
+            layers = {kind: _with_share(layer, share) for kind, layer in layers.items()}
         return {**rope.forward(layers[FULL]), "hf_sliding_rope": rope.forward(layers[SLIDING])["hf_rope"]}
 
     return Derive(_NAMES, forward, _ropes_back, rope.refuses)
@@ -258,6 +274,7 @@ _NOWHERE = "`sliding_window` where no layer slides: transformers would not rotat
 # fmt: off
 LAYER_ROPES          = layer_ropes()
 LAYER_ROPES_PARTIAL  = layer_ropes(_PARTIAL)
+LAYER_ROPES_OF_A_THIRD = layer_ropes(_PARTIAL, 0.334)
 LAYER_ROPES_PROPORTIONAL = Derive(_NAMES, _proportional, _ropes_back, (
     *_PROPORTIONAL.refuses, "`partial_rotary_factor` of a default rope: transformers does not read it there"))
 LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_of_one_base_back, (*ROPE.refuses, _TWO_BASES))

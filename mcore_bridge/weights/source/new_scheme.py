@@ -215,7 +215,13 @@ def read_description(note: Mapping[str, Any]) -> Quantization:
         raise ConfigError(f"the quantization_config of quantize= cannot be used: {error.said}. Correct it") from None
     assert quantization is not None
     fields = fields_of(note)
-    if wrong := [*_unknown(note), *_powers(fields), *_modules(fields, quantization), *_static(fields)]:
+    if wrong := [
+        *_unknown(note),
+        *_powers(fields),
+        *_modules(fields, quantization),
+        *_static(fields),
+        *_beside(fields, quantization),
+    ]:
         raise ConfigError(f"quantize must describe codes and scales of weights alone: {'; '.join(wrong)}")
     return quantization
 
@@ -264,6 +270,30 @@ def _static(fields: Mapping[str, Any]) -> Iterator[str]:
             f"{' and '.join(static)} needs scales of activations, which only a calibration gives. Or pass the folder "
             "of a release that has them"
         )
+
+
+def _beside(fields: Mapping[str, Any], quantization: Quantization) -> Iterator[str]:
+    """What contradicts the codes: the files would describe themselves falsely."""
+    if layers := fields.get("quantized_layers"):
+        yield f"found quantized_layers={layers!r:.80}, pass one quant_algo, and list other modules in 'exclude_modules'"
+    for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        if fields.get(name) is not None:
+            yield f"found {name}={fields[name]!r:.80}, leave it out: only a calibration gives its scales"
+    if len(quantization.allowed) != 1:  # refused where weights are encoded
+        return
+    ((kind, grain),) = quantization.allowed
+    is_in_groups = quantization.method == "compressed-tensors"
+    every = fields["config_groups"].values() if is_in_groups else ()
+    groups = [group for group in every if isinstance(group.get("weights"), Mapping)]
+    size = grain[1] if isinstance(grain, tuple) and not (is_in_groups and kind == "fp8") else None
+    for name, given, expected in (
+        *(("format", own.get("format"), _FORMATS[kind]) for own in (fields, *groups) if is_in_groups),
+        *(("group_size", own.get("group_size"), size) for own in (group["weights"] for group in groups)),
+        *(("group_size", fields.get("group_size"), size) for _ in range(not is_in_groups)),
+        *(("dynamic", group["weights"].get("dynamic") or None, False) for group in groups),
+    ):
+        if given not in (None, expected):
+            yield f"found {name}={given!r} of weights, pass {expected!r} or leave it out"
 
 
 def written_description(note: Mapping[str, Any], kind: str, plain: Iterable[str]) -> dict[str, Any]:
