@@ -68,10 +68,8 @@ def qat_format(models: Models) -> dict[str, Any]:
 
 def _unlike_nvfp4(module: Any, quantizer: Any) -> str:
     """In which way training rounds a weight or its inputs otherwise; empty if it does not."""
-    bits, blocks = (
-        getattr(quantizer, "num_bits", type(quantizer).__name__),
-        getattr(quantizer, "block_sizes", None) or {},
-    )
+    bits = getattr(quantizer, "num_bits", type(quantizer).__name__)
+    blocks = getattr(quantizer, "block_sizes", None) or {}
     if (bits, blocks.get(-1), blocks.get("scale_bits")) != ((2, 1), 16, (4, 3)):
         return f"num_bits={bits}, block_sizes={blocks}"
     of_inputs = getattr(module, "input_quantizer", None)

@@ -155,11 +155,9 @@ _NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq
 
 def _with_share(hf: Hf, share: float) -> Hf:
     parameters = hf.get("rope_parameters")
-    return (
-        {**hf, "rope_parameters": {"partial_rotary_factor": share, **parameters}}
-        if isinstance(parameters, dict)
-        else hf
-    )
+    if not isinstance(parameters, dict):
+        return hf
+    return {**hf, "rope_parameters": {"partial_rotary_factor": share, **parameters}}
 
 
 def layer_ropes(rope: Derive = ROPE, share: float | None = None) -> Derive:
