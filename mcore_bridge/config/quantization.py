@@ -204,7 +204,7 @@ def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
     size = weights.get("group_size")
     order = weights.get("actorder")
     actual = f"{kind} of {bits} bits by {strategy} (group_size={size}, symmetric={weights.get('symmetric')}"
-    actual += ")" if order in _ORDERS else f", actorder={order!r})"
+    actual += ")" if order in _ORDERS else f", actorder={order})"
     expected = "symmetric float of 8 bits by tensor, channel or block, int of 4 by group, float of 4 by 16"
     expected += "" if order in _ORDERS else ", in the order of the columns (actorder null, 'static' or 'weight')"
     if weights.get("symmetric") is False or order not in _ORDERS:

@@ -120,6 +120,11 @@ COMPRESSED = {
 }
 
 
+def test_no_streams_at_all_are_refused():
+    with pytest.raises(ConfigError, match="hc_mult=0 must give at least 1, found 0 as .*mhc_num_residual_streams"):
+        mb.to_transformer_config(with_fields(CASES["hy_v4"], {"hc_mult": 0}))
+
+
 def test_the_first_of_embeddings_of_ngrams_counts_as_a_reader_of_tokens():
     hf = with_fields(CASES["qwen4_exp_text"], {"ple_layer_ids": [3]})
     with pytest.raises(MeshError, match="the first stage of the pipeline must have the first 3 layers"):

@@ -73,7 +73,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": -32}
         ),
         (
             {**COMPRESSED, "config_groups": {"all": {"weights": {**INT4, "group_size": 32, "actorder": "group"}}}},
-            [r"order of the columns .* found .*symmetric=None, actorder='group'\)"],
+            [r"order of the columns .* found .*symmetric=None, actorder=group\)"],
         ),
     ],
 )
