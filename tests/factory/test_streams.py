@@ -121,7 +121,7 @@ COMPRESSED = {
 
 
 def test_no_streams_at_all_are_refused():
-    with pytest.raises(ConfigError, match="hc_mult=0 must give at least 1, found 0 as .*mhc_num_residual_streams"):
+    with pytest.raises(ConfigError, match=r"hc_mult=0 must give at least 1, found 0 as .*mhc_num_residual_streams"):
         mb.to_transformer_config(with_fields(CASES["hy_v4"], {"hc_mult": 0}))
 
 
