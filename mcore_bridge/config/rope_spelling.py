@@ -76,10 +76,17 @@ def is_by_kind(parameters: object) -> bool:
 
 
 def of_layers(hf: Hf) -> dict[str, Hf]:
-    """The config for each kind of layer (``FULL`` and ``SLIDING``), if ``rope_parameters`` has a rope for each."""
+    """The config for each kind of layer (``FULL`` and ``SLIDING``), if ``rope_parameters`` has a rope for each.
+
+    transformers drops the rope of a kind that no layer has.
+    """
     nested = hf.get("rope_parameters")
     if not isinstance(nested, dict) or not is_by_kind(nested):
         return {}
+    kinds = hf.get("layer_types")
+    others = {FULL, SLIDING} - nested.keys() - {*(kinds if isinstance(kinds, list) else (FULL, SLIDING))}
+    if others and len(nested) == 1:
+        nested = {**nested, **dict.fromkeys(others, *nested.values())}
     if nested.keys() != {FULL, SLIDING} or not all(isinstance(value, dict) and value for value in nested.values()):
         raise ConfigError(f"rope_parameters by layer must be those of {FULL!r} and {SLIDING!r}, found {nested!r}.")
     return {kind: {**hf, "rope_parameters": nested[kind], **_NO_OTHER} for kind in nested}

@@ -162,6 +162,20 @@ def test_a_rope_of_mimo_rotates_a_third_of_a_head_if_it_does_not_say_how_much() 
         assert torch.equal(rope.frequencies(), wanted)
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_ropes_by_layer_may_lack_the_rope_of_a_kind_that_no_layer_has(kind: str) -> None:
+    """transformers drops it when it makes the config."""
+    if "step3p5" not in CONFIG_MAPPING:
+        pytest.skip("the installed transformers lacks it")
+    fields = zoo.described()["step3p5"].hf.to_dict()
+    fields |= {"layer_types": [kind] * 4, "num_sliding_attention_heads": fields["num_attention_heads"]}
+    hf = AutoConfig.for_model(**{name: value for name, value in fields.items() if name != "per_layer_config"})
+    assert [*hf.rope_parameters] == [kind]
+    config = mb.to_transformer_config(hf)
+    assert config.hf_rope == config.hf_sliding_rope
+    assert config.hf_rope.theta == hf.rope_parameters[kind]["rope_theta"]
+
+
 def test_mtp_layers_with_an_embedding_of_their_own_are_refused() -> None:
     hf = zoo.cases()["qwen3_next"].hf
     to_mcore(table_of(hf), {**hf.to_dict(), "mtp_use_dedicated_embeddings": False})

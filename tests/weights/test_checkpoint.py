@@ -184,6 +184,9 @@ def train_and_go_on(
     with stepping.mesh(dims):
         chunks = build(folder, dims, dtype=torch.float32)
         models, optimizer, step = stepping.optimized(chunks, dims, batch)
+        if save is mb.save_checkpoint:
+            with pytest.raises(CheckpointError, match="as before the first step: save after a step"):
+                save(models, target, optimizer=optimizer)
         for _ in range(2):
             step()
         pending = save(models, target, optimizer=optimizer, common={"iteration": 2})

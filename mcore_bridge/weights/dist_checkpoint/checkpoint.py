@@ -155,7 +155,7 @@ def save_checkpoint(
                 require_held(target, *dtypes_of(TorchDistFolder.open(target), state))
             content: dict[str, Any] = {name: with_extra_states(of_chunk) for name, of_chunk in state.items()}
             if optimizer is not None:
-                content["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
+                content["optimizer"] = _state_of(optimizer, _parts(state), metadata)
             content |= {_OURS: dict(common or {}), **VERSION}
             content |= {key: value for key, value in (common or {}).items() if key == "iteration"}
             if part != "base" and hasattr(chunks[0], "bridge_adapters"):
@@ -332,6 +332,17 @@ def _require_ready(chunks: Sequence[GPTModel], part: Part, optimizer: object) ->
             f"an optimizer has the state of all parameters that are trained, of which {name} is not in part={part!r}: "
             'leave optimizer out, freeze the parameter, or use part="everything"'
         )
+
+
+def _state_of(optimizer: Any, parts: dict[str, Any], metadata: dict[str, Any]) -> Any:
+    """The state of an optimizer, to be written."""
+    try:
+        return optimizer.sharded_state_dict(parts, metadata=metadata)
+    except KeyError as error:  # megatron-core's distributed optimizer, whose states a first step makes
+        raise CheckpointError(
+            f"expected an optimizer with states, found none under {error}, as before the first step: save after a "
+            "step, or leave optimizer out"
+        ) from error
 
 
 def _require_one(paths: Sequence[str], folder: str | os.PathLike[str]) -> None:
