@@ -143,10 +143,10 @@ def test_no_launch_event_or_stream_leaves_its_device_open():
 
 def test_each_kernel_is_launched_at_one_place_which_makes_its_device_the_current_one():
     texts = {path.name: path.read_text() for path in PACKAGE.rglob("*.py")}
-    kernels = {"triton_copy.py": ("copier.py", "launch("), "triton_encode.py": ("launches.py", "launch.run(")}
+    kernels = {"triton_copy.py": ("copier.py", "launch("), "triton_encode.py": ("encode_tables.py", "encode_tiles(")}
     assert {name for name, text in texts.items() if "triton.jit(" in text} == kernels.keys()
     for kernel, (place, call) in kernels.items():
-        function = "encode_tiles" if kernel == "triton_encode.py" else "launch"
+        function = "FLOATS, encode" if kernel == "triton_encode.py" else "launch"
         imports = f"{kernel.removesuffix('.py')} import {function}"
         assert [name for name, text in texts.items() if imports in text] == [place]
         (block,) = (
@@ -154,4 +154,4 @@ def test_each_kernel_is_launched_at_one_place_which_makes_its_device_the_current
             for node in ast.walk(ast.parse(texts[place]))
             if isinstance(node, ast.With) and call in ast.unparse(node)
         )
-        assert ast.unparse(block.items[0]) in ("torch.cuda.device(device)", "torch.cuda.device(self.device)")
+        assert ast.unparse(block.items[0]) == "torch.cuda.device(device)"

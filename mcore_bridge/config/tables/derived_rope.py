@@ -174,7 +174,15 @@ def layer_ropes(rope: Derive = ROPE, share: float | None = None) -> Derive:
             layers = {kind: _with_share(layer, share) for kind, layer in layers.items()}
         return {**rope.forward(layers[FULL]), "hf_sliding_rope": rope.forward(layers[SLIDING])["hf_rope"]}
 
-    return Derive(_NAMES, forward, _ropes_back, rope.refuses)
+    def backward(mcore: Mcore) -> dict[str, object]:
+        fields = _ropes_back(mcore)
+        ropes = fields.get("rope_parameters")
+        if share is None or not isinstance(ropes, dict):
+            return fields
+        whole = {"partial_rotary_factor": 1.0}  # which a rope leaves out
+        return {**fields, "rope_parameters": {kind: {**whole, **own} for kind, own in ropes.items()}}
+
+    return Derive(_NAMES, forward, backward, rope.refuses)
 
 
 def _proportional(hf: Hf) -> dict[str, object]:

@@ -308,7 +308,7 @@ class TileLaunch:
             codes = places.view(torch.uint8)
         scales = torch.empty(tables.sizes[1], dtype=tables.blocks.scales, device=device)
         are_wrong = torch.zeros(len(tables.shards), dtype=torch.int32, device=device)
-        with beside_peers(device, frozenset() if memory is None else memory.gpus):
+        with torch.cuda.device(device), beside_peers(device, frozenset() if memory is None else memory.gpus):
             encode_tiles(
                 tables.blocks,
                 held.addresses_on(device),
@@ -356,11 +356,10 @@ class PlacedEncoder:
             The scales. Codes are replaced by nothing.
         """
         self._are_wrong, made = [], []
-        with torch.cuda.device(device), torch.no_grad():
-            for number, launch in enumerate(self._launches):
-                result = launch.run(held, self._scales_of_files(number, device), device, memory)
-                self._are_wrong.append(result.are_wrong)
-                made.append(Made(launch.tables.numbers, result.addresses, partial(_in_turn, launch.tables, result)))
+        for number, launch in enumerate(self._launches):
+            result = launch.run(held, self._scales_of_files(number, device), device, memory)
+            self._are_wrong.append(result.are_wrong)
+            made.append(Made(launch.tables.numbers, result.addresses, partial(_in_turn, launch.tables, result)))
         return made
 
     def _scales_of_files(self, number: int, device: torch.device) -> Tensor | None:
