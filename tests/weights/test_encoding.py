@@ -288,8 +288,9 @@ class StackingEngine(nn.Module):
 class EncodedRounds:
     """Rounds in FP8 from a trainer into an engine, both in this process."""
 
-    def __init__(self, folder: Path, note: dict[str, Any], *, turns: bool) -> None:
-        self.models = mb.build_model(folder.parent, device="cpu", dtype=torch.bfloat16, load_weights=False)
+    def __init__(self, folder: Path, note: Any, *, turns: bool) -> None:
+        is_published = note == "as_published"
+        self.models = mb.build_model(folder.parent, device="cpu", dtype=torch.bfloat16, load_weights=is_published)
         self.parameters, self._note = dict(self.models[0].named_parameters()), note
         manifest = mb.manifest(self.models, quantize=note)
         self._own, self._other = (StackingEngine(manifest, folder / part, turns=turns) for part in ("own", "other"))
@@ -354,21 +355,29 @@ def rounds_into_an_engine(folder: str, note: dict[str, Any], *, turns: bool) -> 
     return found
 
 
+OF_ENGINES = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+}
+BY_ENGINES = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": ["layers.1.mlp"]}
+
+
 def test_codes_are_made_where_an_engine_keeps_them_in_rounds_that_repeat(tmp_path: Path) -> None:
     """If not all codes can be made there, some are copied, and no round begins like the last one."""
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-    tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
-    note = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": ["layers.1.mlp"]}
-    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=False), str(tmp_path), note)
+    tiny("qwen3_moe", **OF_ENGINES).save_pretrained(tmp_path)
+    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=False), str(tmp_path), BY_ENGINES)
     assert found == [(True, messages, True) for messages in (True, False, True, False, True, False)]
-    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=True), str(tmp_path), note)
+    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=True), str(tmp_path), BY_ENGINES)
     assert found == [(True, True, True)] * 6
 
 
 class PulledRounds(EncodedRounds):
     """Rounds in which the engine's worker opens the trainer's memory."""
 
-    def __init__(self, folder: Path, note: dict[str, Any], *, turns: bool) -> None:
+    def __init__(self, folder: Path, note: Any, *, turns: bool) -> None:
         super().__init__(folder, note, turns=turns)
         specs = tuple(TensorSpec.of(spec.name, spec) for spec in mb.manifest(self.models, quantize=note))
         self.worker = EngineWorker(self._own, self._own.load, name="it")
@@ -392,7 +401,7 @@ class PulledRounds(EncodedRounds):
         self.worker.ask_complete(None)
 
 
-def rounds_of_a_pull(folder: str, note: dict[str, Any], *, turns: bool) -> list[tuple[bool, bool, bool]]:
+def rounds_of_a_pull(folder: str, note: Any, *, turns: bool) -> list[tuple[bool, bool, bool]]:
     """Rounds; the third begins with all weights elsewhere, the fourth with other distances. One with NaN, one more.
 
     For each also whether the engine's process has made all codes.
@@ -405,7 +414,8 @@ def rounds_of_a_pull(folder: str, note: dict[str, Any], *, turns: bool) -> list[
         found.append((is_equal, by_messages, rounds.writer._makes))
 
     for number in range(4):
-        rounds.step()
+        if number:  # before a step, scales of a published folder stay
+            rounds.step()
         if number >= 2:
             rounds.move(number - 2)
         run()
@@ -425,14 +435,31 @@ def rounds_of_a_pull(folder: str, note: dict[str, Any], *, turns: bool) -> list[
     return found
 
 
-def test_an_engine_that_pulls_makes_the_codes_itself(tmp_path: Path) -> None:
-    """If not all codes have places, the trainer makes them."""
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-    tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
-    note = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": ["layers.1.mlp"]}
-    (found,) = pool.run(1, partial(rounds_of_a_pull, turns=False), str(tmp_path), note)
+def publish(folder: str, to: str) -> None:
+    """In a worker: save a model in FP8, with scales that are twice as large as the scales of our rule."""
+    mb.ParallelDims().initialize(device="cpu")
+    models = mb.build_model(folder, device="cpu", dtype=torch.bfloat16, load_weights=False)
+    mb.save_hf_checkpoint(models, to, quantize=BY_ENGINES)
+    for path in Path(to).glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            tensors[name] *= 2
+            codes = name.removesuffix("_scale_inv")
+            tensors[codes] = (tensors[codes].float() / 2).to(tensors[codes].dtype)
+        save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_an_engine_that_pulls_makes_the_codes_itself(published: bool, tmp_path: Path) -> None:
+    """If not all codes have places, the trainer makes them. Blocks of a published folder may keep their scales."""
+    tiny("qwen3_moe", **OF_ENGINES).save_pretrained(tmp_path)
+    folder, note = tmp_path, BY_ENGINES
+    if published:
+        folder, note = tmp_path / "published", "as_published"
+        pool.run(1, publish, str(tmp_path), str(folder))
+    (found,) = pool.run(1, partial(rounds_of_a_pull, turns=False), str(folder), note)
     assert found == [(True, messages, True) for messages in (True, False, False, True, False, True)]
-    (found,) = pool.run(1, partial(rounds_of_a_pull, turns=True), str(tmp_path), note)
+    (found,) = pool.run(1, partial(rounds_of_a_pull, turns=True), str(folder), note)
     assert found == [(True, True, False)] * 6
 
 

@@ -5,7 +5,7 @@ These are plain tables. So another process can launch the kernel, too, if it has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
@@ -274,6 +274,7 @@ class TileLaunch:
         self.tables = tables
         self._shards: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._places: tuple[Numbers, Tensor] | None = None
+        self._kept: tuple[object, Tensor] | None = None
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The table of shards, and the shard of each tile, int32 [tiles]."""
@@ -290,6 +291,16 @@ class TileLaunch:
         if self._places is None or not np.array_equal(self._places[0], memory.addresses):
             self._places = memory.addresses, distances(self.tables.rows, memory, device)
         return self._places[1]
+
+    def scales_of_files(self, form: object, read: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
+        """The scales of files on a GPU, which ``read`` returns. They stay there for this form if ``keeps`` says so."""
+        if self._kept is not None and self._kept[0] is form and self._kept[1].device == device:
+            return self._kept[1]
+        if (scales := read()) is None:
+            return None
+        own = scales.to(device)
+        self._kept = (form, own) if self.tables.keeps(own) else None
+        return own
 
     def run(self, held: Buffers, kept: Tensor | None, device: torch.device, memory: Buffers | None) -> EncodedTiles:
         """Encode the shards.
@@ -338,7 +349,6 @@ class PlacedEncoder:
     def __init__(self, tables: Sequence[EncodeTables], kept: Sequence[Any]) -> None:
         self._tables, self._kept = tuple(tables), tuple(kept)
         self._launches = [*map(TileLaunch, self._tables)]
-        self._on_device: dict[int, Tensor] = {}
         self._are_wrong: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -356,20 +366,12 @@ class PlacedEncoder:
             The scales. Codes are replaced by nothing.
         """
         self._are_wrong, made = [], []
-        for number, launch in enumerate(self._launches):
-            result = launch.run(held, self._scales_of_files(number, device), device, memory)
+        for launch, of_files in zip(self._launches, self._kept, strict=True):
+            kept = launch.scales_of_files(self, partial(_stored, launch.tables.blocks.scales, of_files), device)
+            result = launch.run(held, kept, device, memory)
             self._are_wrong.append(result.are_wrong)
             made.append(Made(launch.tables.numbers, result.addresses, partial(_in_turn, launch.tables, result)))
         return made
-
-    def _scales_of_files(self, number: int, device: torch.device) -> Tensor | None:
-        if number in self._on_device or self._kept[number] is None:
-            return self._on_device.get(number)
-        scales = self._tables[number].blocks.scales
-        own = torch.from_numpy(self._kept[number]).to(device).view(torch.uint8 if scales.itemsize == 1 else scales)
-        if self._tables[number].keeps(own):
-            self._on_device[number] = own
-        return own
 
     def wrong(self) -> tuple[int, int] | None:
         """A launch, and its shard with a number that is not finite, after a wait for all launches; None if none has."""
@@ -380,6 +382,11 @@ class PlacedEncoder:
 def _joined(rows: Sequence[Rows]) -> Rows:
     """All parts of all rows in one line."""
     return Rows(*(np.concatenate([*map(np.ravel, column)]) for column in zip(*rows, strict=True)))
+
+
+def _stored(dtype: torch.dtype, octets: Any) -> Tensor | None:
+    """Scales of their bytes, ``as_bytes``; None if there are none."""
+    return None if octets is None else as_bytes(torch.from_numpy(octets).view(dtype))
 
 
 def _in_turn(tables: EncodeTables, made: EncodedTiles) -> list[Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,7 +87,6 @@ class EncodeLaunch:
     def __init__(self, shards: Sequence[KernelShard], places: Mapping[int, Rows] | None = None) -> None:
         self.shards, self.tables = shards, EncodeTables.of(shards, places)
         self._launch = TileLaunch(self.tables)
-        self._of_files: tuple[WeightFormat, Tensor] | None = None
 
     def run(
         self, held: Buffers, form: WeightFormat, device: torch.device, memory: Buffers | None
@@ -102,7 +102,8 @@ class EncodeLaunch:
         Returns:
             Codes and scales, or scales alone; and int32 [shards], 1 for each shard with a number that is not finite.
         """
-        made = self._launch.run(held, self._kept_on(form, device), device, memory)
+        kept = self._launch.scales_of_files(form, partial(self.kept, form), device)
+        made = self._launch.run(held, kept, device, memory)
         return Made(self.tables.numbers, made.addresses, lambda: [*self._views(made)]), made.are_wrong
 
     def _views(self, made: EncodedTiles) -> Iterator[Tensor]:
@@ -111,15 +112,6 @@ class EncodeLaunch:
             dtype, shape = shard.blocks.codes
             yield codes.view(dtype).view(shape) if self.tables.rows is None else codes
             yield scales
-
-    def _kept_on(self, form: WeightFormat, device: torch.device) -> Tensor | None:
-        if self._of_files is not None and self._of_files[0] is form and self._of_files[1].device == device:
-            return self._of_files[1]
-        if (kept := self.kept(form)) is None:
-            return None
-        own = kept.to(device)
-        self._of_files = (form, own) if self.tables.keeps(own) else None
-        return own
 
     def kept(self, form: WeightFormat) -> Tensor | None:
         """The scales of the files ``as_bytes``, in the places of the scales that are made; None if there are none."""

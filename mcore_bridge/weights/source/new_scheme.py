@@ -286,12 +286,13 @@ def _beside(fields: Mapping[str, Any], quantization: Quantization) -> Iterator[s
     every = fields["config_groups"].values() if is_in_groups else ()
     groups = [group for group in every if isinstance(group.get("weights"), Mapping)]
     size = grain[1] if isinstance(grain, tuple) and not (is_in_groups and kind == "fp8") else None
-    for name, given, expected in (
-        *(("format", own.get("format"), _FORMATS[kind]) for own in (fields, *groups) if is_in_groups),
-        *(("group_size", own.get("group_size"), size) for own in (group["weights"] for group in groups)),
-        *(("group_size", fields.get("group_size"), size) for _ in range(not is_in_groups)),
-        *(("dynamic", group["weights"].get("dynamic") or None, False) for group in groups),
-    ):
+    given_and_expected: list[tuple[str, Any, Any]] = [
+        ("format", own.get("format"), _FORMATS[kind]) for own in (fields, *groups) if is_in_groups
+    ]
+    for weights in [group["weights"] for group in groups] if is_in_groups else [fields]:
+        given_and_expected.append(("group_size", weights.get("group_size"), size))
+        given_and_expected.append(("dynamic", weights.get("dynamic"), False))
+    for name, given, expected in given_and_expected:
         if given not in (None, expected):
             yield f"found {name}={given!r} of weights, pass {expected!r} or leave it out"
 
