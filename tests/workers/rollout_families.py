@@ -133,10 +133,10 @@ def configs() -> dict[str, Any]:
     }
 
 
-def held_configs() -> dict[str, Any]:
-    """HF configs of the families in ``HELD_ON_CPU``."""
+def newest_configs() -> dict[str, Any]:
+    """HF configs of the families in ``NEWEST``, with the sizes of the zoo."""
     cases = {case.model_type: case for case in reversed(zoo.cases().values())}
-    return {name: tiny(name, **{**cases[name].fields, **WIDE}) for name in HELD_ON_CPU}
+    return {name: tiny(name, **{**cases[name].fields, **WIDE, **sizes}) for name, sizes in NEWEST.items()}
 
 
 UNLOADABLE = ("gpt_oss", "olmo3")
@@ -157,6 +157,17 @@ HELD_ON_CPU = (
     *("granitemoe", "granitemoeshared", "laguna", "lfm2_moe", "olmo", "phi", "stablelm"),
 )
 """Newer families. vLLM takes their weights on a CPU, but lacks kernels there to compute with some of them."""
+NEWEST: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(HELD_ON_CPU, {}),
+    **dict.fromkeys(("cohere", "cohere2_moe", "cwm", "jais2", "lfm2", "mellum", "mimo_v2_flash"), {}),
+    "falcon_h1": {"mamba_d_head": 64, "mamba_n_heads": 8, "mamba_d_ssm": 512},
+    "axk1": {**ABSORBED, "q_lora_rank": 64, "rope_parameters": LATENT_YARN},
+    "kimi_linear": {
+        **{size: ABSORBED[size] for size in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+        "linear_head_dim": 64,
+    },
+    "olmo_hybrid": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
 AFTER = (
     *(
         "axk1",
