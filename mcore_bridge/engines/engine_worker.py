@@ -279,25 +279,27 @@ class EngineWorker:
         assert self._puller is not None
         self._puller.announce()
 
-    def ask_pull_make_by(self, maker: PlacedMaker) -> None:
-        """Make codes and scales by ``maker`` from now on."""
+    def ask_pull_make_by(self, sender: int, maker: PlacedMaker) -> None:
+        """Make codes and scales of a sender by ``maker`` from now on."""
         assert self._puller is not None
-        self._puller.make_by(maker)
+        self._puller.make_by(sender, maker)
 
-    def ask_pull_begin(self, handles: Sequence[Handle], layout: AllocationLayout | None, makes: bool) -> None:
-        """Open the trainer's memory."""
+    def ask_pull_begin(
+        self, sender: int, handles: Sequence[Handle], layout: AllocationLayout | None, makes: bool
+    ) -> None:
+        """Open the memory of a sender."""
         assert self._puller is not None
-        self._puller.begin(handles, layout, makes)
+        self._puller.begin(sender, handles, layout, makes)
 
-    def ask_pull_wrong(self) -> tuple[int, int] | None:
-        """What could not be made."""
+    def ask_pull_wrong(self, sender: int) -> tuple[int, int] | None:
+        """What of a sender could not be made."""
         assert self._puller is not None
-        return self._puller.wrong()
+        return self._puller.wrong(sender)
 
-    def ask_pull_copy(self, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
-        """Run copies out of the trainer's memory."""
+    def ask_pull_copy(self, sender: int, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
+        """Run copies out of the memory of a sender."""
         assert self._puller is not None
-        self._puller.copy(number, table, windows, handle)
+        self._puller.copy(sender, number, table, windows, handle)
 
     def ask_pull_write(self, group: Sequence[tuple[TensorSpec, bytes]]) -> None:
         """Take HF tensors."""

@@ -14,9 +14,9 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import Export, Look, open_plain
 from mcore_bridge.weights.bound import bind
-from mcore_bridge.weights.engine.across_ranks import AcrossRanks
+from mcore_bridge.weights.engine.across_ranks import AcrossRanks, WrittenByRanks
 from mcore_bridge.weights.engine.comparison import Compared
-from mcore_bridge.weights.engine.pull_writer import PullWriter
+from mcore_bridge.weights.engine.pull_writer import PulledByWorkers, PullWriter
 from mcore_bridge.weights.engine.writer import EngineWriter, write_export
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.ipc.buckets import plan_buckets
@@ -36,8 +36,8 @@ WorkerKey = tuple[int, int]
 """The number of an engine, and the rank of a worker in it."""
 
 
-_BY_MAP = frozenset({"shards", "pull"})
-"""These need a map of the engine."""
+ACROSS: dict[Transport, type[AcrossRanks]] = {"shards": WrittenByRanks, "pull": PulledByWorkers}
+"""How a round goes without messages between ranks, if all workers have this transport. These need a map."""
 
 
 class NoRoute:
@@ -130,7 +130,7 @@ class Route(NoRoute):
                 self._add(f"no map: {error}")
         self.line("loader", specs)
         self.target, self._map = "everything", None
-        self._allowed = tuple(way for way in self._allowed if way not in _BY_MAP)
+        self._allowed = tuple(way for way in self._allowed if way not in ACROSS)
 
     def open(self, manifest: Manifest) -> None:
         """Choose the first transport that works.
@@ -190,7 +190,7 @@ class Route(NoRoute):
 
     def send(self, version: int, across: AcrossRanks | None = None) -> None:
         """Export a round to the worker, together with all ranks of the replica."""
-        if self.transport in _BY_MAP:
+        if self.transport in ACROSS:
             announces, self._is_announced = not self._is_announced, False
             if announces:
                 with suppress(TransferError):  # the answer raises it, after the ranks have agreed

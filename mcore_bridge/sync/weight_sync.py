@@ -26,7 +26,7 @@ from mcore_bridge.sync.clients import call_of
 from mcore_bridge.sync.elsewhere import Answer, Elsewhere
 from mcore_bridge.sync.reports import SyncReport, Target, VerifyReport, WorkerReport, WorkerWeights
 from mcore_bridge.sync.roll_call import Place, RollCall, Served
-from mcore_bridge.sync.routes import WAYS, NoRoute, Route, Transport, WorkerKey
+from mcore_bridge.sync.routes import ACROSS, WAYS, NoRoute, Route, Transport, WorkerKey
 from mcore_bridge.sync.verification import ALL_GO_ON, asked, differences_of, given_by_first
 from mcore_bridge.weights.engine.across_ranks import AcrossRanks
 from mcore_bridge.weights.engine.comparison import Compared
@@ -458,8 +458,14 @@ class WeightSync:
             {way for member in self._elsewhere.members for way in ranks[member][0][row : row + 1]}
             for row in range(num_rows)
         ]
-        together = {row for row, of_row in enumerate(ways_of) if of_row == {"shards"} and self._is_together}
-        self._across = {row: self._across.get(row, AcrossRanks()) for row in together}
+        kinds = {
+            row: ACROSS[way]
+            for row, of_row in enumerate(ways_of)
+            for way in of_row
+            if self._is_together and len(of_row) == 1 and way in ACROSS
+        }
+        known = self._across
+        self._across = {row: known[row] if type(known.get(row)) is kind else kind() for row, kind in kinds.items()}
         for row in range(num_rows):
             key = near[row] if row < len(near) else None
             route = self._idle if key is None else routes[key]

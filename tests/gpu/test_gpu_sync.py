@@ -7,7 +7,7 @@ import torch
 
 import mcore_bridge as mb
 from tests.support.gpus import spawn
-from tests.support.sync_trainer import CHANGES, PLAIN, PP2, TP1, TP2, engines, repeated, written_by_all
+from tests.support.sync_trainer import CHANGES, PLAIN, PP2, TP1, TP2, by_all, engines, repeated
 
 pytestmark = pytest.mark.multigpu
 
@@ -23,21 +23,23 @@ def started(function, arguments):
     return processes
 
 
-def written(rank, world_size, addresses, kinds):
-    """See ``written_by_all``."""
-    return written_by_all(addresses, MESHES[world_size], kinds, "cuda")
+def sent(rank, world_size, addresses, kinds, transport):
+    """See ``by_all``."""
+    return by_all(addresses, MESHES[world_size], kinds, transport, "cuda")
 
 
+@pytest.mark.parametrize("transport", ["shards", "pull"])
 @pytest.mark.parametrize("world_size", MESHES)
-def test_all_ranks_write_into_all_engines_until_one_cannot(world_size, tmp_path):
+def test_weights_go_from_all_ranks_into_all_engines_until_a_link_is_missing(world_size, transport, tmp_path):
     kinds = [TP2, PP2, TP1]
     gpus = torch.cuda.device_count()
     options = [{"shared": True, **PLAIN, "device": f"cuda:{number % gpus}"} for number in range(len(kinds))]
     addresses, _ = engines(str(tmp_path), *zip(kinds, options, strict=True), started=started)
-    found = spawn(written, tmp_path, world_size, addresses, kinds)
+    found = spawn(sent, tmp_path, world_size, addresses, kinds, transport)
     for rank, rounds in enumerate(found):
         assert [each[:2] for each in rounds] == [(True, False)] * 6 + [(True, True)] * 2
-        assert [copies for *_, (copies, *_) in rounds[:4]] == [(0, 1), (0, 1), (1, 0), (1, int(rank == world_size - 1))]
+        copies = [(0, 1), (0, 1), (1, 0), (1, int(rank == world_size - 1))]
+        assert [own for *_, (own, *_) in rounds[:4]] == (copies if transport == "shards" else [(0, 0)] * 4)
 
 
 def alone(rank, world_size, workers, transport):

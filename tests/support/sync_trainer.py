@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
-from mcore_bridge.sync.routes import Route
+from mcore_bridge.sync.routes import ACROSS, Route
 from mcore_bridge.weights import agreement
-from mcore_bridge.weights.engine import across_ranks, writer
+from mcore_bridge.weights.engine import across_ranks, pull_writer, writer
 from mcore_bridge.weights.ipc.shared_memory import allocate
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool
@@ -141,31 +141,35 @@ def _copies(order):
 
 
 @mock.patch.object(across_ranks, "PART_BYTES", 1 << 12)
-def written_by_all(addresses, dims, kinds, device="cpu"):
+def by_all(addresses, dims, kinds, transport, device="cpu"):
     """For each round: whether all engines have all bits, whether messages carried them, and how often this rank copied
-    for one row of engines before and after the ranks agreed on a plan.
+    for one row of engines before and after the ranks agreed on a plan. Workers that pull copy themselves.
     """
     trainer, found = Trainer(dims, device), []
-    across, order = across_ranks.AcrossRanks, []
+    trainer.move(0)
+    across, order = ACROSS[transport], []
+    opened = "_shared" if transport == "shards" else "_opened"
+    linked = (across_ranks, "open_all") if transport == "shards" else (pull_writer, "digest_of")
     clients = [Client(each) for each in addresses] if trainer.is_lead else ()
 
     def send(sync, seed):
         trainer.step(seed)
         order.clear()
-        noted = {name: getattr(across, name) for name in ("begin", "takes", "_copy")}
+        noted = {name: getattr(across, name) for name in ("begin", "takes", "_copy") if hasattr(across, name)}
         with contextlib.ExitStack() as patches:
             for name, function in noted.items():
                 patches.enter_context(mock.patch.object(across, name, _noting(order, name, function)))
             messages = mock.patch.object(writer, "run_messages", side_effect=writer.run_messages)
             messages = patches.enter_context(messages)
             reports = sync().workers
-        assert {worker.transport for worker in reports} == {"shards"}
+        assert {worker.transport for worker in reports} == {transport}
         assert all(("no link" in worker.reason) == messages.called for worker in reports)
         has = [trainer.has(clients[n] if clients else None, workers, **PLAIN) for n, workers in enumerate(kinds)]
         found.append((all(has), messages.called, _copies(order)))
 
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    with mb.WeightSync(trainer.models, clients, timeout=60) as sync:
+    way = transport if transport == "pull" else None
+    with mb.WeightSync(trainer.models, clients, transport=way, timeout=60) as sync:
         send(sync, 0)
         trainer.move(1)
         send(sync, 1)
@@ -177,7 +181,7 @@ def written_by_all(addresses, dims, kinds, device="cpu"):
             clients[0].ask("move")
         send(sync, 4)
         agreement._plans.clear()  # a new plan, before no worker takes weights
-        gone = mock.patch.object(Route, "_shared", side_effect=TransferError("gone"))
+        gone = mock.patch.object(Route, opened, side_effect=TransferError("gone"))
         with gone, pytest.raises(TransferError, match=r"found \d+ failures: .* of engine 0: gone"):
             sync()
         if trainer.is_lead:
@@ -187,7 +191,7 @@ def written_by_all(addresses, dims, kinds, device="cpu"):
         if trainer.is_lead:
             clients[0].ask("move")
         fails = TransferError("no link") if is_last else None
-        with mock.patch.object(across_ranks, "open_all", side_effect=fails or across_ranks.open_all):
+        with mock.patch.object(*linked, side_effect=fails or getattr(*linked)):
             send(sync, 6)
         send(sync, 7)
     return found

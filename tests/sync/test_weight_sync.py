@@ -31,10 +31,10 @@ from tests.support.sync_trainer import (
     TP1,
     TP2,
     Trainer,
+    by_all,
     engines,
     merged_by_all,
     repeated,
-    written_by_all,
 )
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [8, 8]}
@@ -212,17 +212,25 @@ def test_a_round_begins_like_the_last_one_and_is_right_whatever_has_moved(transp
 
 
 @pytest.mark.parametrize(
-    ("world", "dims"),
-    [(2, mb.ParallelDims(tp=2)), (4, mb.ParallelDims(pp=2, ep=2)), (4, mb.ParallelDims(tp=2, ep=4))],
-    ids=["TP2", "PP2 EP2", "TP2 EP4"],
+    ("world", "dims", "transport"),
+    [
+        (2, mb.ParallelDims(tp=2), "shards"),
+        (2, mb.ParallelDims(pp=2), "pull"),
+        (4, mb.ParallelDims(pp=2, ep=2), "shards"),
+        (4, mb.ParallelDims(tp=2, ep=4), "shards"),
+        (4, mb.ParallelDims(tp=2, ep=4), "pull"),
+    ],
+    ids=["TP2", "PP2 pulled", "PP2 EP2", "TP2 EP4", "TP2 EP4 pulled"],
 )
-def test_all_ranks_write_into_all_engines_until_one_cannot(world, dims, tmp_path):
-    kinds = [TP2, PP2, TP1]
-    addresses, processes = engines(str(tmp_path), *((workers, {"shared": True, **PLAIN}) for workers in kinds))
-    found = pool.run(world, written_by_all, addresses, dims, kinds)
+def test_weights_go_from_all_ranks_into_all_engines_until_a_link_is_missing(world, dims, transport, tmp_path):
+    """Without messages: all ranks write, or all workers pull."""
+    kinds, shared = [TP2, PP2, TP1], transport == "shards"
+    addresses, processes = engines(str(tmp_path), *((workers, {"shared": shared, **PLAIN}) for workers in kinds))
+    found = pool.run(world, by_all, addresses, dims, kinds, transport)
     for rank, rounds in enumerate(found):
         assert [each[:2] for each in rounds] == [(True, False)] * 6 + [(True, True)] * 2
-        assert [copies for *_, (copies, *_) in rounds[:4]] == [(0, 1), (0, 1), (1, 0), (1, int(rank == world - 1))]
+        copies = [(0, 1), (0, 1), (1, 0), (1, int(rank == world - 1))] if shared else [(0, 0)] * 4
+        assert [own for *_, (own, *_) in rounds[:4]] == copies
     for process in processes:
         process.join(20)
 

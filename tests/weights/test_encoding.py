@@ -525,7 +525,7 @@ def rounds_of_all_ranks(
         StackingEngine(manifest, Path(folder) / f"{kind}{parts}{rank}", parts=parts, part=rank % parts)
         for kind in ("own", "other")
     )
-    engine, across = mb.engines.map_engine(manifest, own, own.load), across_ranks.AcrossRanks()
+    engine, across = mb.engines.map_engine(manifest, own, own.load), across_ranks.WrittenByRanks()
     writers: list[Any] = []
     before, found, placed = list[int](), list[Any](), list[int]()
 
@@ -604,6 +604,86 @@ def test_all_ranks_make_codes_where_the_engines_of_all_keep_them(
         writes = (0, 1), (1, 1), (1, 1 + rank), (1, 1), (0, 1), (1, 1)
         assert found == [(True, False, *each) for each in writes]
         assert {*placed} == cuts
+
+
+def pulled_of_all_ranks(folder: str, note: dict[str, Any], dims: mb.ParallelDims, parts: int) -> list[Any]:
+    """On one of two ranks, whose workers open the memory of both: rounds of which the third begins with all weights
+    elsewhere; then a round with NaN on rank 1, and a further one. With EP alone, rank 1 has no worker.
+
+    Returns:
+        For each round whether the engine has all bits, whether messages carried it, and whether workers made codes.
+    """
+    dims.initialize(device="cpu")
+    rank = torch.distributed.get_rank()
+    serves = dims.tp > 1 or rank == 0
+    models = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.bfloat16, load_weights=False)
+    parameters, manifest = dict(models[0].named_parameters()), mb.manifest(models, quantize=note)
+    memory = [into_one_file([*parameters.values()])]
+    own, other = (
+        StackingEngine(manifest, Path(folder) / f"{kind} pulled {parts}{rank}", parts=parts, part=rank % parts)
+        for kind in ("own", "other")
+    )
+    worker, across, found = EngineWorker(own, own.load, name="it"), pull_writer.PulledByWorkers(), list[Any]()
+    writer = PullWriter(worker.ask_map(tuple(TensorSpec.of(spec.name, spec) for spec in manifest)), Near(worker))
+    target = writer.map if serves else "nothing"
+    specs = tuple(TensorSpec.of(spec.name, spec) for spec in mb.manifest(models, quantize=note, target=target))
+    with launches_on_cpu():
+        writer.can_encode = worker.ask_pull(specs, writer.open(parameters.values()))
+
+    def run() -> None:
+        def prepared(look: Any) -> Any:
+            return open_plain(models, None, "lm", look, target=target, quantize=note)
+
+        for parameter in own.parameters():
+            as_bytes(parameter.data).zero_()
+        writer.announce()
+        messages = mock.patch.object(writing, "run_messages", side_effect=writing.run_messages)
+        made = mock.patch.object(worker, "ask_pull_make_by", side_effect=worker.ask_pull_make_by)
+        with launches_on_cpu(), messages as whole, made as makes:
+            writing.write_export(models, prepared, (lambda: writer) if serves else None, across=across)
+        other.load(mb.iter_hf_weights(models, quantize=note))
+        if serves:
+            worker.ask_complete(None)
+        pairs = zip(own.parameters(), other.parameters(), strict=True)
+        is_equal = not serves or all(torch.equal(as_bytes(one.data), as_bytes(two.data)) for one, two in pairs)
+        found.append((is_equal, whole.called, makes.call_count))
+
+    for number in range(3):
+        for parameter in parameters.values():
+            parameter.data.mul_(1.25).add_(0.01)
+        if number == 2:
+            memory.append(into_one_file([*parameters.values()], between=1))
+        run()
+    kept = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    spoil(models, rank=1)
+    with pytest.raises(ExportError, match="finite numbers"):
+        run()
+    for name, parameter in parameters.items():
+        parameter.data.copy_(kept[name])
+    run()
+    assert bool(across.problem) == (parts == 2)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dims", "parts", "makers"),
+    [
+        (mb.ParallelDims(tp=2, ep=2, sp=True), 1, ((2, 2), False)),
+        (mb.ParallelDims(tp=2, ep=2, sp=True), 2, ((0, 0), True)),
+        (mb.ParallelDims(ep=2), 1, ((2, 0), False)),
+    ],
+    ids=["two whole engines", "two halves", "one engine"],
+)
+def test_workers_pull_from_all_ranks_and_make_the_codes(
+    dims: mb.ParallelDims, parts: int, makers: tuple[tuple[int, int], bool], tmp_path: Path
+) -> None:
+    """A worker that needs half of the codes of a weight of another rank gets them by messages."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    note = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["layers.1.mlp"]}
+    of_ranks = pool.run(2, pulled_of_all_ranks, str(tmp_path), note, dims, parts)
+    for found, made in zip(of_ranks, makers[0], strict=True):
+        assert found == [(True, makers[1], made if not number else 0) for number in range(4)]
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -158,8 +158,8 @@ HELD_ON_CPU = (
 )
 """Newer families. vLLM takes their weights on a CPU, but lacks kernels there to compute with some of them."""
 NEWEST: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(HELD_ON_CPU, {}),
-    **dict.fromkeys(("cohere", "cohere2_moe", "cwm", "jais2", "lfm2", "mellum", "mimo_v2_flash"), {}),
+    **{name: {} for name in HELD_ON_CPU},
+    **{name: {} for name in ("cohere", "cohere2_moe", "cwm", "jais2", "lfm2", "mellum", "mimo_v2_flash")},
     "falcon_h1": {"mamba_d_head": 64, "mamba_n_heads": 8, "mamba_d_ssm": 512},
     "axk1": {**ABSORBED, "q_lora_rank": 64, "rope_parameters": LATENT_YARN},
     "kimi_linear": {

@@ -2,11 +2,12 @@
 
 A worker gets parts of its tensors from several ranks. By messages each of them packs its part, NCCL carries it, and the
 rank of the worker unpacks it. Here each rank writes its own part, over the link between two GPUs if need be. A kernel
-that encodes weights writes their codes there.
+that encodes weights writes their codes there. ``PulledByWorkers`` lets the workers copy instead.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -101,17 +102,82 @@ class _Copied:
     round: LastRound
 
 
-class AcrossRanks:
+class AcrossRanks(ABC):
     """The rounds into at most one worker for each rank of a replica, whose ranks are all on one machine.
 
     All ranks of the replica have one of these.
     """
 
     def __init__(self) -> None:
-        self._program: Program | None = None
-        self._fits = False
-        self._copies: dict[int, tuple[ByteCopy, ...]] = {}
-        """What this rank copies to the worker of each rank, if anything."""
+        self.program: Program | None = None
+        self.fits = False
+        """Whether rounds of this program can go this way."""
+        self.copies: dict[int, tuple[ByteCopy, ...]] = {}
+        """What goes from the tensors of this rank to the worker of each rank, if anything."""
+        self.senders: list[int] = []
+        """The ranks from which something goes to the worker of this rank."""
+        self.problem = ""
+        """Why rounds of this program go by messages, if a rank has found that out."""
+
+    def begin(self, reached: Callable[[], MapWriter | None], *, is_settled: bool) -> None:
+        """Begin what can run while the ranks prepare a round. All ranks call it together.
+
+        Args:
+            reached: as for ``run``.
+            is_settled: whether no parameter of this rank is pending.
+        """
+        return
+
+    def look(self, held: Held) -> None:
+        """Look at the tensors of this rank before the ranks agree, if that helps."""
+        return
+
+    def give_up(self) -> None:
+        """Forget what has begun, once it has ended."""
+        return
+
+    def takes(self, export: Export) -> bool:
+        """Whether an export can go this way. All ranks call it together, and communicate if its plan is new.
+
+        It cannot if an HF tensor has to be made, such as for a cast.
+        """
+        if self.program is not export.program:
+            self.forget()
+            copies, group = None, export.group
+            with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
+                copies = _composed(export)
+            receivers = group.all_gather_object(None if copies is None else [*copies])
+            self.program, self.copies, self.problem = export.program, copies or {}, ""
+            self.senders = [rank for rank, of_rank in enumerate(receivers) if group.rank in (of_rank or ())]
+            self.fits = None not in receivers
+        return self.fits
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget the last program, and all workers."""
+
+    @abstractmethod
+    def run(self, export: Export, reached: Callable[[], MapWriter | None], more_handles: MoreHandles | None) -> bool:
+        """Copy everything. All ranks call it together.
+
+        Args:
+            reached: the writer into the worker of this rank; None if it has none, or if that takes no weights now.
+            more_handles: handles of the memory of this worker for further processes.
+
+        Returns:
+            True once all ranks have copied. False if weights are merged, if no kernel encodes them, or if a process
+            cannot open the memory of another one. Then nothing was copied.
+
+        Raises:
+            ExportError: on every rank, when any rank fails.
+        """
+
+
+class WrittenByRanks(AcrossRanks):
+    """Each rank opens the memory of the workers, and writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._known: dict[tuple[tuple[int, ...], bool], _Writes] = {}
         """What this rank writes, by the ranks of these workers, and by whether rows of codes can be written there."""
         self._writes: _Writes | None = None
@@ -120,10 +186,6 @@ class AcrossRanks:
         self._places: RowPlaces | None = None
         """Where rows of codes belong in this memory."""
         self._own: MapWriter | None = None
-        self._senders: list[int] = []
-        """The ranks that copy to the worker of this rank."""
-        self.problem = ""
-        """Why a rank cannot open the memory of a worker, so that rounds of this plan go by messages."""
         self._last: _Copied | None = None
         self._stream: torch.cuda.Stream | None = None
         self._begun: tuple[LastRound, Buffers] | None = None
@@ -135,10 +197,6 @@ class AcrossRanks:
         """Run the copies of the last round again while the ranks prepare this one. All ranks call it together.
 
         They count for a rank if the plan is still the same, and if its tensors still lie at the same addresses.
-
-        Args:
-            reached: as for ``run``.
-            is_settled: whether no parameter of this rank is pending.
         """
         self._begun = self._seen = None
         if self._last is None:
@@ -186,41 +244,18 @@ class AcrossRanks:
 
         With CUDA_DEVICE_MAX_CONNECTIONS=1, work of a GPU that is queued behind copies begins behind them.
         """
-        if self._begun is not None and self._program is not None:
+        if self._begun is not None and self.program is not None:
             with suppress(Exception):  # ``run`` meets an error again, and all ranks raise it
-                self._seen = Sources(self._program, held).parameters
+                self._seen = Sources(self.program, held).parameters
 
-    def takes(self, export: Export) -> bool:
-        """Whether an export can go this way. All ranks call it together, and communicate if its plan is new.
-
-        It cannot if an HF tensor has to be made, such as for a cast.
-        """
-        if self._program is not export.program:
-            self.wait()
-            self._begun, self._seen, copies, group = None, None, None, export.group
-            with raise_on_all(group, kind=ExportError), suppress(TransferError):  # messages raise it
-                copies = _composed(export)
-            receivers = group.all_gather_object(None if copies is None else [*copies])
-            self._program, self._copies, self._known, self.problem = export.program, copies or {}, {}, ""
-            self._close()
-            self._senders = [rank for rank, of_rank in enumerate(receivers) if group.rank in (of_rank or ())]
-            self._fits = None not in receivers
-        return self._fits
+    def forget(self) -> None:
+        """See ``AcrossRanks``."""
+        self.wait()
+        self._begun, self._seen, self._known = None, None, {}
+        self._close()
 
     def run(self, export: Export, reached: Callable[[], MapWriter | None], more_handles: MoreHandles | None) -> bool:
-        """Copy everything. All ranks call it together.
-
-        Args:
-            reached: the writer into the worker of this rank; None if it has none, or if that takes no weights now.
-            more_handles: handles of the memory of this worker for further processes.
-
-        Returns:
-            True once all ranks have copied. False if weights are merged, if no kernel encodes them, or if a rank cannot
-            open the memory of a worker. Then nothing was copied.
-
-        Raises:
-            ExportError: on every rank, when any rank fails.
-        """
+        """See ``AcrossRanks``."""
         group, writer, begun, problem = export.group, None, self._begun, ""
         held, self._begun, self._seen, is_done, is_possible = self._seen, None, None, False, False
         try:
@@ -244,7 +279,7 @@ class AcrossRanks:
             self.problem = grouped_by_rank(group.all_gather_object(self._open(export, writer, more_handles)))
             if self.problem:
                 self._close()
-                self._fits = False
+                self.fits = False
                 return False
         with raise_on_all(group, kind=ExportError):
             last = None if begun is None or not is_done else begun[0]
@@ -277,21 +312,21 @@ class AcrossRanks:
         offer: dict[int, Sequence[Handle]] = {}
         problem = ""
         try:
-            if writer is not None and more_handles is not None and self._senders:
-                offer = dict(zip(self._senders, more_handles(len(self._senders)), strict=True))
+            if writer is not None and more_handles is not None and self.senders:
+                offer = dict(zip(self.senders, more_handles(len(self.senders)), strict=True))
         except Exception as error:
             problem = describe(error)
         for receiver, of_worker in enumerate(group.all_gather_object(offer)):
             if group.rank in of_worker:  # torch keeps the engine's memory for a handle that nobody opens
                 try:
-                    memory[receiver] = open_all(of_worker[group.rank], _digest(export, receiver), _OTHER)
+                    memory[receiver] = open_all(of_worker[group.rank], digest_of(export, receiver), _OTHER)
                 except Exception as error:
                     problem = describe(error)
         try:
             self._memory = Buffers([*chain.from_iterable(memory.values())])
             maker, writes_rows = export.held.maker, self._memory.takes_rows(group.device)
             if (tuple(memory), writes_rows) not in self._known:
-                workers = [(self._copies[rank], len(tensors)) for rank, tensors in memory.items()]
+                workers = [(self.copies[rank], len(tensors)) for rank, tensors in memory.items()]
                 made = (maker.numbers, maker.rows if writes_rows else NO_ROWS) if maker else (frozenset[int](), NO_ROWS)
                 self._known[tuple(memory), writes_rows] = _Writes(export.program, workers, *made)
             self._writes = self._known[tuple(memory), writes_rows]
@@ -301,7 +336,8 @@ class AcrossRanks:
         return problem
 
 
-def _digest(export: Export, receiver: int) -> str:
+def digest_of(export: Export, receiver: int) -> str:
+    """The digest of the map of the worker of a rank."""
     target = export.targets[receiver]
     assert isinstance(target, EngineMap)
     return target.digest

@@ -1,12 +1,13 @@
 """The sender's side of a pull: the engine's process opens this rank's tensors, and runs the composed copies itself.
 
 It also encodes weights itself, if rows of all codes have places in its memory. This process would have to make the
-codes in a buffer, and to wait until the engine has copied them.
+codes in a buffer, and to wait until the engine has copied them. If all ranks of a replica are on one machine, the
+engine's process opens the tensors of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -14,24 +15,32 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError, TransferError
+from mcore_bridge.errors import ExportError, TransferError, describe, grouped_by_rank
 from mcore_bridge.rules.spec import Pair, TensorSpec
+from mcore_bridge.weights.agreement import Export, with_codes
+from mcore_bridge.weights.engine.across_ranks import AcrossRanks, MoreHandles, digest_of
 from mcore_bridge.weights.engine.composed import EngineOutputs, EngineProgram, EngineStep, MapWriter
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share_part
-from mcore_bridge.weights.plan.boxes import through
+from mcore_bridge.weights.plan.boxes import ByteCopy, Table, placed_rows, through
 from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.sent.encoding import is_by_kernel
+from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.copier import (
     MOST_ALLOCATIONS,
     AllocationLayout,
     Allocations,
     Buffers,
     CopyTable,
+    PlacedMaker,
     whole_of,
 )
 from mcore_bridge.weights.transfer.endpoints import Maker, Sources
+from mcore_bridge.weights.transfer.failures import any_of_ranks, require_all
 
 MOST_CAST_BYTES = 64 << 20
 """Bytes of HF tensors which the map casts. They travel as bytes of a message."""
+_THIS_RANK = -1
+"""The number of this rank as a sender, if other ranks send messages. Else senders have the numbers of their ranks."""
 
 
 class Dialogue(Protocol):
@@ -71,6 +80,24 @@ class _Staged(NamedTuple):
         into, out_of, num_bytes = through((copy for copy in step.composed if copy.source in made), first)
         out_of = [copy._replace(source=first + len(program.map.tensors)) for copy in out_of]
         return cls(others, CopyTable(into), CopyTable(out_of), num_bytes)
+
+
+class Offer(NamedTuple):
+    """What an engine's process needs to copy from the tensors of one rank in a round. It can be sent.
+
+    Attributes:
+        handles: of the allocations of these tensors.
+        layout: how the tensors of the export lie in them; None if this has not changed.
+        table: the copies into the engine's tensors, as rows of ``ByteCopy``; None if they have not changed.
+        maker: makes codes and scales in the engine's process; None if it has not changed.
+        makes: whether there are codes and scales.
+    """
+
+    handles: list[Handle]
+    layout: AllocationLayout | None
+    table: Table | None
+    maker: PlacedMaker | None
+    makes: bool
 
 
 class PullWriter(MapWriter):
@@ -131,16 +158,7 @@ class PullWriter(MapWriter):
         cast_bytes = sum(sources[name].num_bytes for name in {copy.hf for copy in self.map.copies if copy.casts})
         if cast_bytes > MOST_CAST_BYTES:
             raise TransferError(f"the engine's map casts HF tensors of {cast_bytes} bytes to another dtype")
-        allocations = Buffers([tensor.detach() for tensor in tensors]).allocations
-        return self._shared(allocations)
-
-    def _shared(self, allocations: Allocations) -> list[Handle]:
-        if len(allocations.wholes) > MOST_ALLOCATIONS:
-            raise TransferError(
-                f"expected weights in at most {MOST_ALLOCATIONS} allocations, as megatron-core's DDP makes them for "
-                "its distributed optimizer, found more"
-            )
-        return [share_part(whole, self.map.digest) for whole in allocations.wholes]
+        return _shared(Buffers([tensor.detach() for tensor in tensors]).allocations, self.map.digest)
 
     def begin(self, sources: Sources, device: torch.device) -> tuple[EngineProgram, EngineOutputs]:
         """See ``MapWriter``."""
@@ -154,7 +172,7 @@ class PullWriter(MapWriter):
         if maker is not None and program.places:
             if self._sent != (program, maker.form):
                 encoder, self._error = maker.placed(program.places)
-                self._ask("pull_make_by", encoder)
+                self._ask("pull_make_by", _THIS_RANK, encoder)
                 self._sent = program, maker.form
             self._makes = True
             sources.leave_to_engine()
@@ -199,11 +217,11 @@ class PullWriter(MapWriter):
         self._layout = allocations.layout
         _synchronize(held)
         try:
-            handles = self._shared(allocations)
+            handles = _shared(allocations, self.map.digest)
         except TransferError as error:
             self._problem = self._problem or error
             return
-        self._ask("pull_begin", handles, layout, self._makes)
+        self._ask("pull_begin", _THIS_RANK, handles, layout, self._makes)
 
     def _run(self, table: CopyTable, windows: Tensor) -> None:
         number, rows, place, handle = self._numbers.get(table), None, -1, None
@@ -216,7 +234,7 @@ class PullWriter(MapWriter):
                 handle = share_part(whole_of(windows), self.map.digest)
             place, _ = self._windows[windows.data_ptr()]
             _synchronize(Buffers([windows]))
-        self._ask("pull_copy", number, rows, place, handle)
+        self._ask("pull_copy", _THIS_RANK, number, rows, place, handle)
         if windows.numel():
             self._take_answers()
 
@@ -232,6 +250,10 @@ class PullWriter(MapWriter):
             except TransferError as error:
                 self._problem = error
 
+    def wait(self) -> None:
+        """Wait until the engine's process has done all that it was asked for. ``complete`` raises its errors."""
+        self._take_answers()
+
     def _take_answers(self) -> Any:
         """Wait for all answers; the last one, unless the engine has failed."""
         answer = None
@@ -243,10 +265,24 @@ class PullWriter(MapWriter):
                 self._problem = self._problem or error
         return None if self._problem else answer
 
+    def take_from(self, sender: int, offer: Offer) -> None:
+        """Let the engine's process copy from the tensors of a rank. Its errors are raised by ``complete``."""
+        self._makes = False
+        if offer.maker is not None:
+            self._ask("pull_make_by", sender, offer.maker)
+        self._ask("pull_begin", sender, offer.handles, offer.layout, offer.makes)
+        self._ask("pull_copy", sender, 0, offer.table, -1, None)
+
+    def wrong_of(self, sender: int) -> tuple[int, int] | None:
+        """What the engine's process could not make of a rank, once all copies are done."""
+        self._ask("pull_wrong", sender)
+        wrong: tuple[int, int] | None = self._take_answers()
+        return wrong
+
     def complete(self) -> None:
         """Raise what the engine has reported in this round."""
         if self._makes:
-            self._ask("pull_wrong")
+            self._ask("pull_wrong", _THIS_RANK)
         wrong = self._take_answers()
         self._windows.clear()
         if self._problem is not None:  # questions were left out, so nobody knows what the engine has
@@ -271,6 +307,133 @@ class PullWriter(MapWriter):
         super().close()
         self._forget()
         self._staged, self._error = {}, None
+
+
+class PulledByWorkers(AcrossRanks):
+    """Each worker copies from the tensors of all ranks, and encodes their weights itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: tuple[PullWriter | None, object] | None = None
+        """The writer into the worker of this rank, and the format for which all workers have tables."""
+        self._layout: AllocationLayout | None = None
+        """How the tensors of this rank lie in allocations, as all workers know it."""
+        self._errors: dict[int, Callable[[int, int], ExportError]] = {}
+        """For the workers that encode weights of this rank, by their ranks: makes an error of what went wrong."""
+
+    def forget(self) -> None:
+        """See ``AcrossRanks``."""
+        self._known = self._layout = None
+        self._errors = {}
+
+    def run(self, export: Export, reached: Callable[[], MapWriter | None], more_handles: MoreHandles | None) -> bool:
+        """See ``AcrossRanks``."""
+        group, held, is_possible, known = export.group, None, False, None
+        problem, offers = "", dict[int, Offer]()
+        writer: PullWriter | None = None
+        try:
+            reaches = reached()
+            assert reaches is None or isinstance(reaches, PullWriter)
+            writer = reaches
+            known = writer, export.format
+            held = Sources(export.program, export.held).parameters.at(export.program.made_of)
+            can_make = not export.format.is_encoded or writer is None or writer.can_encode
+            is_possible = can_make and not export.held.merges and is_by_kernel(export.program, export.held)
+        except Exception as error:
+            problem = describe(error)
+        are_impossible, is_new = any_of_ranks(group, problem, [not is_possible, known != self._known])
+        if are_impossible:
+            return False
+        assert held is not None
+        if is_new:
+            self.forget()
+            export = with_codes(export)
+        try:
+            offers = self._offers(export, held, bool(is_new))
+        except Exception as error:
+            problem = describe(error)
+        of_ranks = group.all_gather_object((offers, problem))
+        self.problem = grouped_by_rank([problem for _, problem in of_ranks])
+        if self.problem:
+            self.forget()
+            self.fits = False
+            return False
+        self._known = known
+        due = {sender: offers[group.rank] for sender, (offers, _) in enumerate(of_ranks) if group.rank in offers}
+        self._raise_wrong(group, writer, due)
+        return True
+
+    def _offers(self, export: Export, held: Buffers, is_new: bool) -> dict[int, Offer]:
+        """What the worker of each rank may copy.
+
+        Raises:
+            TransferError: when a worker should not copy from this rank.
+        """
+        allocations, maker = held.allocations, export.held.maker
+        layout = None if allocations.layout == self._layout else allocations.layout
+        self._layout = allocations.layout
+        _synchronize(held)
+        offers = {}
+        for receiver, copies in self.copies.items():
+            table, encoder = None, None
+            if is_new:
+                left, encoder = self._left_to(receiver, copies, maker, len(export.program.names))
+                table = CopyTable(left).table
+            handles = _shared(allocations, digest_of(export, receiver))
+            offers[receiver] = Offer(handles, layout, table, encoder, receiver in self._errors)
+        return offers
+
+    def _left_to(
+        self, receiver: int, copies: Sequence[ByteCopy], maker: Maker | None, first: int
+    ) -> tuple[Sequence[ByteCopy], PlacedMaker | None]:
+        """The copies that are left to a worker when it makes codes and scales, and what makes them.
+
+        Args:
+            first: the number of its first tensor.
+        """
+        if maker is None:
+            return copies, None
+        needed = maker.numbers & {copy.source for copy in copies}
+        places = placed_rows(copies, {number: maker.rows[number] for number in needed & maker.rows.keys()}, first)
+        encoder, error = maker.placed(places)
+        if needed - encoder.numbers or any((rows.tensors < 0).any() for rows in places.values()):
+            raise TransferError("a worker needs a part of some codes, so this rank makes them")
+        if needed:
+            self._errors[receiver] = error
+        return [copy for copy in copies if copy.source not in places], encoder if needed else None
+
+    def _raise_wrong(self, group: Group, writer: PullWriter | None, due: Mapping[int, Offer]) -> None:
+        """Let the worker of this rank copy, and wait until all workers have copied.
+
+        Raises:
+            ExportError: on every rank, when a weight could not be encoded.
+        """
+        wrong = dict[int, tuple[int, int]]()
+        if writer is not None:
+            for sender, offer in due.items():
+                writer.take_from(sender, offer)
+            for sender, offer in due.items():
+                if offer.makes and (of_sender := writer.wrong_of(sender)) is not None:
+                    wrong[sender] = of_sender
+            writer.wait()
+        of_workers = group.all_gather_object(wrong)
+        if any(of_workers):
+            errors = [self._errors[rank](*own[group.rank]) for rank, own in enumerate(of_workers) if group.rank in own]
+            require_all(group, describe(errors[0]) if errors else "")
+
+
+def _shared(allocations: Allocations, digest: str) -> list[Handle]:
+    """Handles of all allocations for one process.
+
+    Raises:
+        TransferError: when they are too many, or when another process cannot open one.
+    """
+    if len(allocations.wholes) > MOST_ALLOCATIONS:
+        raise TransferError(
+            f"expected weights in at most {MOST_ALLOCATIONS} allocations, as megatron-core's DDP makes them for "
+            "its distributed optimizer, found more"
+        )
+    return [share_part(whole, digest) for whole in allocations.wholes]
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -6,7 +6,9 @@ sender's memory is opened for a round, and let go at its end: a trainer may free
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.engine.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
-from mcore_bridge.weights.plan.boxes import ByteCopy, Table
+from mcore_bridge.weights.plan.boxes import Table
 from mcore_bridge.weights.transfer.copier import AllocationLayout, Buffers, CopyTable, PlacedMaker, runs_kernel
 
 _OTHER = (
@@ -23,8 +25,20 @@ _OTHER = (
 )
 
 
+@dataclass(slots=True)
+class _Sender:
+    """What a sender has said, and its memory."""
+
+    layout: AllocationLayout | None = None
+    tables: dict[int, CopyTable] = field(default_factory=dict)
+    maker: PlacedMaker | None = None
+    """Makes codes and scales, if the sender leaves this to the engine."""
+    buffers: Buffers | None = None
+    """The tensors of the export and of the engine; None until a round has begun."""
+
+
 class Puller:
-    """Takes rounds for a mapped engine.
+    """Takes rounds for a mapped engine. Senders have numbers; all of them send the tensors of one export.
 
     Args:
         engine: the engine.
@@ -34,14 +48,9 @@ class Puller:
 
     def __init__(self, engine: MappedEngine, tensors: Sequence[TensorSpec], device: torch.device) -> None:
         self._engine, self._tensors, self._device = engine, tuple(tensors), device
-        self._tables: dict[int, CopyTable] = {}
-        self._layout: AllocationLayout | None = None
-        self._maker: PlacedMaker | None = None
-        """Makes codes and scales, if the sender leaves this to the engine."""
+        self._senders = defaultdict[int, _Sender](_Sender)
         self._memory: Buffers | None = None
         """The engine's memory; None until a round is announced."""
-        self._buffers: Buffers | None = None
-        """The tensors of the export and of the engine; None until a round has begun."""
         self._windows: dict[int, Tensor] = {}
 
     def open(self, handles: Sequence[Handle]) -> list[Tensor]:
@@ -63,17 +72,23 @@ class Puller:
         Raises:
             TransferError: as ``MappedEngine.announce``.
         """
-        self._memory = self._buffers = None
+        self._let_go()
         self._memory = self._engine.announce(self._tensors)
 
-    def make_by(self, maker: PlacedMaker) -> None:
-        """Make codes and scales by ``maker`` in the rounds whose sender says so."""
-        self._maker = maker
+    def _let_go(self) -> None:
+        self._memory = None
+        for known in self._senders.values():
+            known.buffers = None
 
-    def begin(self, handles: Sequence[Handle], layout: AllocationLayout | None, makes: bool) -> None:
-        """Open the sender's memory for the round that was announced, and begin to encode.
+    def make_by(self, sender: int, maker: PlacedMaker) -> None:
+        """Make codes and scales of a sender by ``maker`` in the rounds for which it says so."""
+        self._senders[sender].maker = maker
+
+    def begin(self, sender: int, handles: Sequence[Handle], layout: AllocationLayout | None, makes: bool) -> None:
+        """Open the memory of a sender for the round that was announced, and begin to encode.
 
         Args:
+            sender: its number.
             handles: of the allocations of the sender.
             layout: how the tensors of the export lie in them; None if this has not changed.
             makes: whether this process makes codes and scales.
@@ -84,43 +99,47 @@ class Puller:
         """
         if self._memory is None:
             raise TransferError("expected a round that was announced, found none: its announcement has failed")
-        self._layout = layout or self._layout
-        assert self._layout is not None
-        held = Buffers.laid(self._layout, self.open(handles))
+        known = self._senders[sender]
+        known.layout = layout or known.layout
+        assert known.layout is not None
+        held = Buffers.laid(known.layout, self.open(handles))
         if makes:
-            assert self._maker is not None
+            assert known.maker is not None
             if not self.can_encode:
                 raise TransferError(
                     "expected tensors of the engine at multiples of 16 bytes, as when the sync began, found others: "
                     "sync once more"
                 )
-            held = held.with_others(self._maker.make(held, self._memory, self._device))
-        self._buffers = held.beside(self._memory)
+            held = held.with_others(known.maker.make(held, self._memory, self._device))
+        known.buffers = held.beside(self._memory)
 
-    def wrong(self) -> tuple[int, int] | None:
+    def wrong(self, sender: int) -> tuple[int, int] | None:
         """See ``PlacedMaker``."""
-        return None if self._maker is None else self._maker.wrong()
+        maker = self._senders[sender].maker
+        return None if maker is None else maker.wrong()
 
-    def copy(self, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
+    def copy(self, sender: int, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
         """Run copies. Copies from windows are done when this returns, and all other copies when the round completes.
 
         Args:
+            sender: the sender from whose memory they read.
             number: the number of the table of copies among those of the sender.
             table: its rows (fields of ``ByteCopy``); None if they have come before. Buffers are the tensors of the
                 export, then the engine's tensors, and then windows.
             windows: the number of the windows from which they read.
             handle: these windows, if this round has not opened them yet.
         """
+        known = self._senders[sender]
         if table is not None:
             if number == 0:  # the sender has begun to number anew
-                self._tables = {}
-            self._tables[number] = CopyTable(map(ByteCopy._make, table.tolist()))
+                known.tables = {}
+            known.tables[number] = CopyTable(table)
         if handle is not None:
             (self._windows[windows],) = self.open([handle])
-        if self._buffers is None:
+        if known.buffers is None:
             raise TransferError("expected copies of a round that has begun, found none: its begin has failed")
         passing = [self._windows[windows]] if windows in self._windows else []
-        self._tables[number].run(self._buffers, Buffers(passing), self._device)
+        known.tables[number].run(known.buffers, Buffers(passing), self._device)
         if passing:
             self._synchronize()
 
@@ -139,5 +158,5 @@ class Puller:
     def close(self) -> None:
         """Let go of the sender's memory, once all copies are done."""
         self._synchronize()
-        self._memory = self._buffers = None
+        self._let_go()
         self._windows.clear()

@@ -354,6 +354,11 @@ class PlacedEncoder:
     def __reduce__(self) -> tuple[Any, ...]:
         return PlacedEncoder, (self._tables, self._kept)
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """See ``PlacedMaker``."""
+        return frozenset(chain.from_iterable(tables.numbers.tolist() for tables in self._tables))
+
     def make(self, held: Buffers, memory: Buffers, device: torch.device) -> list[Made]:
         """Write all codes to their places, without waiting for it.
 

@@ -212,7 +212,8 @@ class ShardEncoder:
 
     def placed(self, places: Mapping[int, Rows]) -> tuple[PlacedEncoder, Callable[[int, int], ExportError]]:
         """See ``Maker``."""
-        launches = launches_of(dict.fromkeys(self.shards.values()), self.form, frozenset(), places)
+        shards = dict.fromkeys(shard for shard in self.shards.values() if shard.codes in places)
+        launches = launches_of(shards, self.form, frozenset(), places)
         kept = [launch.kept(self.form) for launch in launches]
         encoder = PlacedEncoder(
             [launch.tables for launch in launches],

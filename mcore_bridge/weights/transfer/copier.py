@@ -281,6 +281,10 @@ class RowPlaces:
 class PlacedMaker(Protocol):
     """Makes codes and scales in the process of an engine, which has their places. It can be sent there."""
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The numbers of the tensors that it makes."""
+
     def make(self, held: Buffers, memory: Buffers, device: torch.device) -> Sequence[Made]:
         """Write all codes to their places in ``memory``, from the tensors of an export; the scales are returned.
 

@@ -72,10 +72,10 @@ class Maker(Protocol):
         """Whether all are made of parameters of this rank, and none of merged weights."""
 
     def placed(self, places: Mapping[int, Rows]) -> tuple[PlacedMaker, Callable[[int, int], ExportError]]:
-        """What makes all of them in an engine's process, and what makes an error of its ``wrong``.
+        """What makes codes in an engine's process, with their scales, and what makes an error of its ``wrong``.
 
         Args:
-            places: the places of the rows of all codes there.
+            places: the places of their rows there, by the numbers of the codes.
         """
 
     def make(self, numbers: Sequence[int] | None, held: Buffers) -> Iterator[Made]:
