@@ -7,6 +7,7 @@ asked until the round ends.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import tempfile
@@ -383,9 +384,14 @@ class EngineWorker:
             torch.cuda.synchronize(self.device)  # whichever stream the engine computes on next
 
 
-def worker_name(release: str, model: nn.Module, settings: str, place: str) -> str:
-    """The name of a worker. Kept maps belong to it, so it differs if ``settings`` differ, which may be long."""
-    digest = hashlib.sha256(settings.encode()).hexdigest()
+def worker_name(release: str, model: nn.Module, config: Any, place: str, settings: str = "") -> str:
+    """The name of a worker. Kept maps belong to it, so it differs if the fields of the HF config or settings differ.
+
+    An engine may have put objects into the config, even the config itself. Their classes count.
+    """
+    fields = sorted(config.to_dict().items()) if hasattr(config, "to_dict") else []
+    described = json.dumps(fields, skipkeys=True, default=lambda value: type(value).__name__)
+    digest = hashlib.sha256(f"{described} {settings}".encode()).hexdigest()
     return f"{release}, {type(model).__name__} {digest[:12]}, {place}"
 
 

@@ -132,8 +132,8 @@ def _worker_of(model: nn.Module) -> EngineWorker:
             f"expected SGLang without pipeline stages, found {pp.world_size}: it hands an update to a stage only after "
             "the stage before has ended it; use tp_size and ep_size"
         )
-    settings, place = repr(getattr(model, "config", None)), f"tp {tp.rank_in_group} of {tp.world_size}"
-    name = worker_name(f"sglang {sglang.__version__}", model, settings, place)
+    config, place = getattr(model, "config", None), f"tp {tp.rank_in_group} of {tp.world_size}"
+    name = worker_name(f"sglang {sglang.__version__}", model, config, place)
 
     def loader(pairs: Iterable[tuple[str, Tensor]]) -> None:
         model.load_weights(pairs)  # type: ignore[operator]

@@ -82,9 +82,8 @@ def worker_of(
     if _is_one_engine(parallel):
         first, size = parallel.data_parallel_index * size, parallel.data_parallel_size * size
     mesh = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, bool(parallel.enable_expert_parallel))
-    described = repr(sorted(model_config.hf_config.to_dict().items(), key=str))
-    settings = f"{described} {model_config.dtype} {model_config.quantization} {mesh}"
-    name = worker_name(f"vllm {vllm.__version__}", model, settings, f"worker {first + rank} of {size}")
+    place, settings = f"worker {first + rank} of {size}", f"{model_config.dtype} {model_config.quantization} {mesh}"
+    name = worker_name(f"vllm {vllm.__version__}", model, model_config.hf_config, place, settings)
     loader = load or partial(reload, model, model_config, device)
     hidden = hidden or _hidden_weights(model, device)
     return EngineWorker(model, loader, name=name, rank=first + rank, size=size, hidden=hidden)

@@ -1,18 +1,25 @@
 """Weights leave a GPU encoded, with the bits of the CPU: by the kernel, and as the files of every published format."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import mcore_bridge as mb
 from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import ExportError
+from mcore_bridge.rules.codec import Codec
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.plan.boxes import ByteCopy, rows_of
 from mcore_bridge.weights.sent import encoding
+from mcore_bridge.weights.sent.encode_tables import Blocks, EncodeTables, TileLaunch
 from mcore_bridge.weights.sent.encoding import encoded_tensors
 from mcore_bridge.weights.source.new_scheme import new_scheme
 from mcore_bridge.weights.source.weight_format import WeightFormat
+from mcore_bridge.weights.transfer.copier import Buffers
 from tests.support import quantized
+from tests.support.encode_on_cpu import encoded
 from tests.support.gpus import spawn
 from tests.support.quantized_cases import CASES, case
 
@@ -63,6 +70,34 @@ def test_bits_of_a_gpu_are_those_of_a_cpu(name, monkeypatch):
                 assert found.keys() == expected.keys()
                 for part, tensor in expected.items():
                     assert torch.equal(tensor.view(torch.uint8), found[part].cpu().view(torch.uint8)), (part, shape)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_codes_go_to_their_places_and_tiles_without_one_are_left_out(skips):
+    """Places are the right half of all rows but the first 128. Two shards are encoded at once."""
+    torch.manual_seed(0)
+    values = [torch.randn(shape, dtype=torch.bfloat16) for shape in ((512, 768), (256, 768))]
+    shards, places, memory = [], {}, [torch.zeros(value.shape[0] - 128, 384, dtype=torch.uint8) for value in values]
+    codec = Codec("fp8", (128, 128))
+    for number, value in enumerate(values):
+        blocks = Blocks(codec, value.shape, (128, 128), torch.bfloat16, (torch.uint8, (-1,)), torch.float32, False)
+        shards.append(SimpleNamespace(blocks=blocks, codes=2 * number, scales=2 * number + 1))
+        copy = ByteCopy(0, 128 * 768 + 384, number, 0, len(memory[number]), 384, 1, 768, 1, 384, 1)
+        places[2 * number] = rows_of([copy], blocks.row_size)
+    device = torch.device("cuda", torch.cuda.current_device())
+    held, into = (
+        Buffers([values[number // 2].to(device) for number in range(4)]),
+        Buffers([m.to(device) for m in memory]),
+    )
+    launch = TileLaunch(EncodeTables.of(shards, places, skips=skips))
+    made = launch.run(held, None, device, into)
+    assert not made.are_wrong.any()
+    for value, shard, own, (_, scales) in zip(values, shards, into.tensors, launch.tables.views(made), strict=True):
+        codes, expected = encoded(shard.blocks, value, None)
+        are_placed = torch.from_numpy(shard.blocks.have_places(places[shard.codes]))
+        assert torch.equal(own.cpu(), codes.view(torch.uint8)[128:, 384:])
+        assert torch.equal(scales.cpu()[are_placed], expected[are_placed])
+        assert torch.equal(scales.cpu(), expected) == (not skips)
 
 
 def test_a_number_that_is_not_finite_raises():

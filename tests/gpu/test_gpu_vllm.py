@@ -7,7 +7,6 @@ bits that vLLM reads from a checkpoint's files.
 """
 
 import importlib.util
-import multiprocessing
 import os
 import traceback
 from collections import deque
@@ -15,15 +14,14 @@ from threading import Thread
 
 import pytest
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 import mcore_bridge as mb
 from tests.support import records
 from tests.support.fusions import smallest_buckets
 from tests.support.gpus import ask_for, chosen
 from tests.support.parity import reference_model
-from tests.support.stand_in import connected
-from tests.support.strategies import random_state, tiny
+from tests.support.quantized_rollouts import EXPERTS, FP8, follow
+from tests.support.strategies import random_state
 from tests.workers.rollout_families import UNLOADABLE, configs, newest_configs
 from tests.workers.vllm_rollout import engine_of, feed, held_as_from_files
 from tests.workers.vllm_sync import Client, serve
@@ -119,21 +117,6 @@ def test_every_family_that_vllm_has(tensor_parallel, tmp_path, request):
     assert all(passed.values()), "\n".join(f"{family}: {there[family]}" for family in there if not passed[family])
 
 
-WIDE = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "num_experts_per_tok": 4,
-}
-"""Sizes that blocks and groups divide, as vLLM wants them."""
-EXPERTS = {"num_experts": 16, "moe_intermediate_size": 256}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 ROLLOUTS = {
     "fp8-dense": ("qwen3", {}, FP8, "shards", 3),
     "fp8-experts": ("qwen3_moe", EXPERTS, FP8, "shards", 3),
@@ -145,20 +128,6 @@ ROLLOUTS = {
 
 vLLM also rounds activations in FP8. Its kernels for 4 bits repack weights, so that a map cannot be made of its loader.
 """
-STEPS = 5
-
-
-def of_prompts(models, prompts):
-    """Log-probs of the trainer's model [batch, seq - 1]."""
-    return mb.forward(models, prompts.cuda()).log_probs[:, 1:].cpu()
-
-
-def together(models):
-    """Move all parameters into one allocation, as megatron-core's DDP does for its distributed optimizer."""
-    parameters = [*models[0].parameters()]
-    joined = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    for parameter, own in zip(parameters, joined.split([*map(torch.Tensor.numel, parameters)]), strict=True):
-        parameter.data = own.view_as(parameter)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
@@ -169,46 +138,4 @@ def test_rollouts_of_quantized_engines_follow_the_trainer_for_five_steps(case, t
     After each step vLLM is as near to the trainer as its format allows. An engine that has missed a step is further
     away.
     """
-    ask_for(1)
-    mb.ParallelDims().initialize(device="cuda")
-    kind, sizes, scheme, transport, times = ROLLOUTS[case]
-    hf, options = (
-        tiny(kind, **WIDE, **sizes, architectures=[CLASSES[kind]]),
-        {"dims": mb.ParallelDims(), "dtype": torch.bfloat16},
-    )
-    source = mb.build_model(hf, **options, load_weights=False)
-    mb.load_hf_weights(source, random_state(hf, dtype=torch.bfloat16))
-    folder = str(tmp_path / "published")
-    mb.save_hf_checkpoint(source, folder, quantize=scheme)
-    models, rounded = (mb.build_model(folder, **options) for _ in range(2))
-    address = str(tmp_path / "engine")
-    arguments = (address, "extension", 1, True, folder)
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
-    process.start()
-    client, prompts = Client(connected(address)), torch.randint(0, 1024, (8, 100))
-    from_files, found = client.held(), []
-    first = {name: parameter.clone() for name, parameter in models[0].named_parameters()}
-    together(models)
-    way = transport if transport == "pull" else None  # which only engines need whose memory nobody can open
-    with mb.WeightSync(models, client, quantize="as_published", transport=way) as sync:
-        for step in range(STEPS + 2):
-            for number, (name, parameter) in enumerate(models[0].named_parameters()):
-                generator = torch.Generator("cuda").manual_seed(1000 * step + number)
-                noise = torch.randn(parameter.shape, generator=generator, device="cuda") * parameter.float().std()
-                parameter.data.copy_(first[name] if step > STEPS else parameter + 0.3 * noise)
-            if step:
-                found.append(sync.verify(prompts).log_probs[0].mean)
-            report = sync()
-            assert [worker.transport for worker in report.workers] == [transport]
-            compared = sync.verify(weights=True).weights[0].compared
-            assert (transport == "ring" and compared is None) or not compared.wrong, compared.wrong
-            mb.load_hf_weights(rounded, mb.to_hf_state_dict(models, quantize="as_published"))
-            own, theirs = of_prompts(models, prompts), of_prompts(rounded, prompts)
-            engine = sync.verify(prompts).log_probs[0].mean
-            allowed = float((own - theirs).abs().mean())
-            print(f"step {step}: engine {engine:.4f}, rounded weights {allowed:.4f}, a step before {found[-1:]}")
-            if step <= STEPS:
-                assert 0 < engine < times * allowed
-                assert not step or found[-1] > times * allowed
-    assert client.held() == from_files
-    process.kill()
+    follow(ROLLOUTS[case], tmp_path, serve, "extension", 1, True, held=Client.held)

@@ -65,6 +65,7 @@ def encode_tiles(
     *,
     aligned: bool = False,
     places: Tensor | None = None,
+    skips: bool = False,
 ) -> None:
     """As the function of this name, out of the same memory into the same memory."""
     tiles = [replace(blocks, shape=_shape(blocks, row)).tiles for row in table.tolist()]
@@ -79,6 +80,10 @@ def encode_tiles(
         grid = slice(scales_at, scales_at + down * across)
         made, stored = encoded(own, values, None if kept is None else kept[grid].view(blocks.scales).view(down, across))
         scales[grid] = as_bytes(stored).flatten()
+        if skips:  # whoever reads scales of these blocks finds it out
+            assert places is not None
+            of_parts = places[at:][: rows * parts].view(rows, parts).repeat_interleave(shape[1] // parts, 1)
+            scales[grid][largest(own, of_parts.abs().float()).flatten() == 0] = 77
         lines = made.view(torch.uint8).view(rows * parts, -1)
         if places is None:
             codes[16 * at :][: lines.numel()] = lines.flatten()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.engines import EngineWorker, channel, sglang
+from mcore_bridge.engines.engine_worker import worker_name
 from mcore_bridge.engines.vllm import Draft
 from mcore_bridge.errors import TransferError
 from mcore_bridge.sync.clients import call_of
@@ -440,3 +441,17 @@ def test_the_plug_in_of_vllm_is_the_function_that_is_declared_and_harms_no_proce
     project = tomllib.loads((Path(mb.__file__).parent.parent / "pyproject.toml").read_text())
     (home,) = project["project"]["entry-points"]["vllm.general_plugins"].values()
     assert EntryPoint("mcore_bridge", home, "vllm.general_plugins").load()() is None
+
+
+def test_a_worker_has_a_name_whatever_an_engine_has_put_into_the_config():
+    """SGLang puts the config itself into a field of it. Then transformers cannot show it as JSON."""
+    model, names = torch.nn.Linear(1, 1), set()
+    for size in (64, 128):
+        config = tiny("qwen3", hidden_size=size)
+        names.add(worker_name("engine 1", model, config, "worker 0 of 1"))
+        config.parts = {"text": config, (0, 1): torch.bfloat16}
+        names.add(worker_name("engine 1", model, config, "worker 0 of 1"))
+        with pytest.raises(TypeError):
+            repr(config)
+    assert len(names) == 4
+    assert all(name.startswith("engine 1, Linear ") and name.endswith(", worker 0 of 1") for name in names)

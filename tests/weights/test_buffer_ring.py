@@ -1,6 +1,7 @@
 """Weights in flat buffers that another process reads: the plan, the ring, and two real processes over shared memory."""
 
 import os
+import pickle
 import subprocess
 import sys
 from contextlib import closing
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
@@ -19,6 +21,7 @@ from mcore_bridge.rules.spec import ALIGNMENT, TensorSpec
 from mcore_bridge.weights.ipc.buckets import BucketPlan, plan_buckets
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.sender import BufferRing
+from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share
 from mcore_bridge.weights.manifest import digest
 from tests.support import pool
 from tests.support.engine import FINISH, answer, engine, manifest_of, send_round
@@ -427,3 +430,12 @@ def test_ranks_whose_engine_lives_get_everything():
     (broken, total), (whole, _) = pool.run(2, export_to_an_engine_that_fails_on_rank_0, timeout=60)
     assert 0 < broken < total
     assert whole == total
+
+
+def test_a_handle_of_a_gpu_leaves_a_process_whose_functions_an_engine_has_replaced():
+    """SGLang replaces torch's functions in its processes. A trainer cannot call these, or has no SGLang at all."""
+    args = (torch.Tensor, (8,), (1,), 0, torch.UntypedStorage, torch.uint8, "GPU-1", b"handle")
+    received = pickle.loads(pickle.dumps(Handle(lambda *args: None, args, "GPU-1", "digest")))
+    assert received == Handle(rebuild_cuda_tensor, args, "GPU-1", "digest")
+    shared = share(allocate(8, torch.device("cpu")), "digest")
+    assert pickle.loads(pickle.dumps(shared)) == shared

@@ -606,12 +606,15 @@ def test_all_ranks_make_codes_where_the_engines_of_all_keep_them(
         assert {*placed} == cuts
 
 
-def pulled_of_all_ranks(folder: str, note: dict[str, Any], dims: mb.ParallelDims, parts: int) -> list[Any]:
+def pulled_of_all_ranks(
+    folder: str, note: dict[str, Any], dims: mb.ParallelDims, parts: int, turns: bool
+) -> tuple[list[Any], bool]:
     """On one of two ranks, whose workers open the memory of both: rounds of which the third begins with all weights
     elsewhere; then a round with NaN on rank 1, and a further one. With EP alone, rank 1 has no worker.
 
     Returns:
-        For each round whether the engine has all bits, whether messages carried it, and whether workers made codes.
+        For each round whether the engine has all bits, whether messages carried it, and from how many ranks its worker
+        got new tables; and whether the worker leaves out codes that it does not need.
     """
     dims.initialize(device="cpu")
     rank = torch.distributed.get_rank()
@@ -620,10 +623,16 @@ def pulled_of_all_ranks(folder: str, note: dict[str, Any], dims: mb.ParallelDims
     parameters, manifest = dict(models[0].named_parameters()), mb.manifest(models, quantize=note)
     memory = [into_one_file([*parameters.values()])]
     own, other = (
-        StackingEngine(manifest, Path(folder) / f"{kind} pulled {parts}{rank}", parts=parts, part=rank % parts)
+        StackingEngine(manifest, Path(folder) / f"{kind}{rank}", turns=turns, parts=parts, part=rank % parts)
         for kind in ("own", "other")
     )
     worker, across, found = EngineWorker(own, own.load, name="it"), pull_writer.PulledByWorkers(), list[Any]()
+    skips = set[bool]()
+
+    def make_by(sender: int, maker: Any) -> None:
+        skips.update(tables.skips for tables in maker._tables)
+        worker._puller.make_by(sender, maker)  # type: ignore[union-attr]
+
     writer = PullWriter(worker.ask_map(tuple(TensorSpec.of(spec.name, spec) for spec in manifest)), Near(worker))
     target = writer.map if serves else "nothing"
     specs = tuple(TensorSpec.of(spec.name, spec) for spec in mb.manifest(models, quantize=note, target=target))
@@ -638,7 +647,7 @@ def pulled_of_all_ranks(folder: str, note: dict[str, Any], dims: mb.ParallelDims
             as_bytes(parameter.data).zero_()
         writer.announce()
         messages = mock.patch.object(writing, "run_messages", side_effect=writing.run_messages)
-        made = mock.patch.object(worker, "ask_pull_make_by", side_effect=worker.ask_pull_make_by)
+        made = mock.patch.object(worker, "ask_pull_make_by", side_effect=make_by)
         with launches_on_cpu(), messages as whole, made as makes:
             writing.write_export(models, prepared, (lambda: writer) if serves else None, across=across)
         other.load(mb.iter_hf_weights(models, quantize=note))
@@ -661,29 +670,31 @@ def pulled_of_all_ranks(folder: str, note: dict[str, Any], dims: mb.ParallelDims
     for name, parameter in parameters.items():
         parameter.data.copy_(kept[name])
     run()
-    assert bool(across.problem) == (parts == 2)
-    return found
+    assert bool(across.problem) == turns
+    return found, any(skips)
 
 
 @pytest.mark.parametrize(
-    ("dims", "parts", "makers"),
+    ("dims", "parts", "turns", "makers"),
     [
-        (mb.ParallelDims(tp=2, ep=2, sp=True), 1, ((2, 2), False)),
-        (mb.ParallelDims(tp=2, ep=2, sp=True), 2, ((0, 0), True)),
-        (mb.ParallelDims(ep=2), 1, ((2, 0), False)),
+        (mb.ParallelDims(tp=2, ep=2, sp=True), 1, False, (2, 2)),
+        (mb.ParallelDims(tp=2, ep=2, sp=True), 2, False, (2, 2)),
+        (mb.ParallelDims(ep=2), 1, False, (2, 0)),
+        (mb.ParallelDims(tp=2), 1, True, (0, 0)),
     ],
-    ids=["two whole engines", "two halves", "one engine"],
+    ids=["two whole engines", "two halves", "one engine", "turned"],
 )
 def test_workers_pull_from_all_ranks_and_make_the_codes(
-    dims: mb.ParallelDims, parts: int, makers: tuple[tuple[int, int], bool], tmp_path: Path
+    dims: mb.ParallelDims, parts: int, turns: bool, makers: tuple[int, int], tmp_path: Path
 ) -> None:
-    """A worker that needs half of the codes of a weight of another rank gets them by messages."""
+    """A worker that needs half of the codes makes these alone. Codes in another order come by messages."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
     note = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["layers.1.mlp"]}
-    of_ranks = pool.run(2, pulled_of_all_ranks, str(tmp_path), note, dims, parts)
-    for found, made in zip(of_ranks, makers[0], strict=True):
-        assert found == [(True, makers[1], made if not number else 0) for number in range(4)]
+    of_ranks = pool.run(2, pulled_of_all_ranks, str(tmp_path), note, dims, parts, turns)
+    for (found, skips), made in zip(of_ranks, makers, strict=True):
+        assert found == [(True, turns, made if not number else 0) for number in range(4)]
+        assert skips == (parts == 2)
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -49,7 +49,12 @@ torch.cuda.device = lambda device: nullcontext()
 
 
 def by_kernel(
-    shards: list[Blocks], values: list[Tensor], kept: list[Tensor] | None, places: RowPlaces | None = None
+    shards: list[Blocks],
+    values: list[Tensor],
+    kept: list[Tensor] | None,
+    places: RowPlaces | None = None,
+    *,
+    skips: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """The codes and scales of several shards in turn, and whether numbers are not finite."""
     trace = SimpleNamespace(shard=lambda shard, grids, dtype: grids[0])
@@ -59,6 +64,7 @@ def by_kernel(
     launch = EncodeLaunch(
         [KernelShard(own, parts[n], 0, 2 * n, 2 * n + 1) for n, own in enumerate(shards)],
         None if places is None else places.rows,
+        skips=skips,
     )
     held = Buffers([values[number // 2] for number in range(2 * len(values))])
     memory = None if places is None else places.memory
@@ -143,10 +149,17 @@ def rows_go_to_their_places(shards: list[Blocks], values: list[Tensor], expected
         assert rows_of([copies[0]._replace(target_start=last + 8)], size) is None
         assert not is_cut or rows_of(copies, size._replace(tile_bytes=2 * part)) is None
         line += rows
-    found_scales, _ = by_kernel(shards, values, None, RowPlaces(places, Buffers(memory)))
-    assert all(map(torch.equal, memory, wanted))
-    for number, (_, own) in enumerate(expected):
-        assert torch.equal(as_bytes(found_scales[2 * number + 1]), as_bytes(own))
+    before = [own.clone() for own in memory]
+    for skips in (False, True):
+        for own, old in zip(memory, before, strict=True):
+            own.copy_(old)
+        found_scales, _ = by_kernel(shards, values, None, RowPlaces(places, Buffers(memory)), skips=skips)
+        assert all(map(torch.equal, memory, wanted))
+        for number, (_, own) in enumerate(expected):
+            made = as_bytes(found_scales[2 * number + 1])
+            are_placed = torch.from_numpy(shards[number].have_places(places[2 * number]))
+            assert torch.equal(made[are_placed], as_bytes(own)[are_placed])
+            assert skips or torch.equal(made, as_bytes(own))
 
 
 def long_rows_are_cut_between_tiles() -> None:

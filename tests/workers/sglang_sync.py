@@ -54,7 +54,38 @@ def serve(address, setting):
         log_level="warning",
         **arguments,
     )
-    call = client(engine)
+    answer(engine, client(engine), address)
+
+
+def serve_on_gpu(address, folder):
+    """As ``serve``, but with SGLang's kernels, and with the weights of a folder."""
+    import sglang
+
+    from mcore_bridge.engines.sglang import LOAD, client
+
+    engine = sglang.Engine(
+        model_path=folder,
+        custom_weight_loader=[LOAD],
+        dtype="bfloat16",
+        attention_backend="triton",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        moe_runner_backend="triton",
+        fp8_gemm_runner_backend="triton",
+        skip_tokenizer_init=True,
+        skip_server_warmup=True,
+        disable_cuda_graph=True,
+        max_total_tokens=16384,
+        context_length=512,
+        mem_fraction_static=0.1,
+        disable_custom_all_reduce=True,
+        log_level="warning",
+    )
+    answer(engine, client(engine), address)
+
+
+def answer(engine, call, address):
+    """Listen at the address, and handle what comes."""
     with Listener(address) as listener, listener.accept() as pipe, ThreadPoolExecutor(1) as rounds:
         while True:
             try:
@@ -63,12 +94,12 @@ def serve(address, setting):
                 break
             try:
                 if message == "version":
-                    answer = engine.get_model_info()["weight_version"]
+                    said = engine.get_model_info()["weight_version"]
                 elif isinstance(message, dict):  # in another thread, as ``WeightSync`` calls it
-                    answer = rounds.submit(call, message, 7).result()
+                    said = rounds.submit(call, message, 7).result()
                 else:
-                    answer = call.log_probs(message)
+                    said = call.log_probs(message)
             except Exception as error:
-                answer = RuntimeError(str(error))
-            pipe.send(answer)
+                said = RuntimeError(str(error))
+            pipe.send(said)
     engine.shutdown()

@@ -171,7 +171,7 @@ class PullWriter(MapWriter):
             self._staged, self._numbers = {}, {}
         if maker is not None and program.places:
             if self._sent != (program, maker.form):
-                encoder, self._error = maker.placed(program.places)
+                encoder, self._error = maker.placed(program.places, program.copies_of_rank())
                 self._ask("pull_make_by", _THIS_RANK, encoder)
                 self._sent = program, maker.form
             self._makes = True
@@ -395,9 +395,9 @@ class PulledByWorkers(AcrossRanks):
             return copies, None
         needed = maker.numbers & {copy.source for copy in copies}
         places = placed_rows(copies, {number: maker.rows[number] for number in needed & maker.rows.keys()}, first)
-        encoder, error = maker.placed(places)
-        if needed - encoder.numbers or any((rows.tensors < 0).any() for rows in places.values()):
-            raise TransferError("a worker needs a part of some codes, so this rank makes them")
+        encoder, error = maker.placed(places, copies)
+        if needed - encoder.numbers:
+            raise TransferError("a worker keeps codes in another order or cuts their blocks, so this rank makes them")
         if needed:
             self._errors[receiver] = error
         return [copy for copy in copies if copy.source not in places], encoder if needed else None

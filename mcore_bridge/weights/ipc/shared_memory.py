@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing import reductions
 
 from mcore_bridge.errors import TransferError
 
@@ -40,6 +40,17 @@ class Handle:
     digest: str = ""
     """The digest of the plan or the engine map of the memory; empty for other memory."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """SGLang replaces torch's functions in its processes. So memory of a GPU travels without ``rebuild``."""
+        if self.gpu is None:
+            return Handle, (self.rebuild, self.args, None, self.digest)
+        return _of_gpu, (self.args, self.gpu, self.digest)
+
+
+def _of_gpu(args: tuple[Any, ...], gpu: str, digest: str) -> Handle:
+    """A handle in a process that has received it, with the function that opens memory of a GPU in this process."""
+    return Handle(reductions.rebuild_cuda_tensor, args, gpu, digest)
+
 
 def allocate(num_bytes: int, device: torch.device) -> Tensor:
     """Memory that can be shared, uint8 [num_bytes], on a CUDA device or the CPU. Its values are undefined."""
@@ -60,7 +71,7 @@ def share(buffer: Tensor, digest: str = "") -> Handle:
     process ends.
     """
     if buffer.is_cuda:
-        rebuild, args = reduce_tensor(buffer)
+        rebuild, args = reductions.reduce_tensor(buffer)
         return Handle(rebuild, args, gpu_of(buffer.device), digest)
     return Handle(_map_file, (buffer.untyped_storage().filename, buffer.numel()), None, digest)
 
@@ -86,7 +97,7 @@ def share_part(memory: Tensor, digest: str = "") -> Handle:
         size = memory.untyped_storage().nbytes()
         return Handle(_map_part, (path, size, memory.storage_offset(), memory.numel()), None, digest)
     try:
-        rebuild, args = reduce_tensor(memory)
+        rebuild, args = reductions.reduce_tensor(memory)
     except RuntimeError as error:  # cudaIpcGetMemHandle
         raise TransferError(
             f"CUDA IPC cannot open the memory ({str(error).splitlines()[0]}). Its allocator maps memory itself, like "

@@ -188,6 +188,7 @@ def _digits(start: int, dims: Sequence[tuple[int, int, int]], radices: Sequence[
 WIDEST = 16  # bytes that a thread of a GPU copies at once
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class ByteCopy(NamedTuple):
@@ -355,6 +356,15 @@ def rows_of(copies: Sequence[ByteCopy], size: RowSize) -> Rows | None:
     if np.any(starts % WIDEST):
         return None
     return Rows(tensors.reshape(size.rows, parts), starts.reshape(size.rows, parts))
+
+
+def bytes_read(copies: Iterable[ByteCopy], num_bytes: int) -> Flags:
+    """Which bytes of their source the copies read, bool [num_bytes]."""
+    read = np.zeros(num_bytes, dtype=bool)
+    for copy in copies:
+        starts = np.arange(copy.rows)[:, None] * copy.source_row + np.arange(copy.cols) * copy.source_col
+        read[copy.source_start + starts[:, :, None] + np.arange(copy.item)] = True
+    return read
 
 
 def placed_rows(copies: Iterable[ByteCopy], sizes: RowSizes, first: int) -> dict[int, Rows]:

@@ -104,6 +104,12 @@ class Blocks:
         """Bytes of the codes of a shard."""
         return self.shape[0] * self.shape[1] // self.codec.per_byte
 
+    def have_places(self, rows: Rows) -> Any:
+        """Which blocks of a shard have any place, if these are the places of its rows; bool [grid]."""
+        lines = np.logical_or.reduceat(rows.tensors >= 0, np.arange(0, self.shape[0], self.cells[0]), axis=0)
+        firsts = np.arange(self.grid[1]) * self.cells[1]
+        return lines[:, firsts // -(-self.shape[1] // lines.shape[1])]
+
     @property
     def are_known(self) -> bool:
         """Whether the kernel can encode them."""
@@ -143,6 +149,7 @@ class EncodeTables:
         shards: a row of ``COLUMNS`` for each shard, int32 [shards, columns].
         tiles: the tiles of each shard, int64 [shards].
         rows: the places of the rows of all shards, if codes are written there; else None.
+        skips: whether tiles without a place are left out, with their scales.
     """
 
     blocks: Blocks
@@ -152,13 +159,15 @@ class EncodeTables:
     shards: Any
     tiles: Numbers
     rows: Rows | None
+    skips: bool
 
     @classmethod
-    def of(cls, shards: Sequence[ToEncode], places: Mapping[int, Rows] | None) -> EncodeTables:
+    def of(cls, shards: Sequence[ToEncode], places: Mapping[int, Rows] | None, *, skips: bool = False) -> EncodeTables:
         """The tables of shards that are alike.
 
         Args:
             places: the places of the rows of their codes, if codes are written there.
+            skips: whether to leave out tiles without a place, with their scales.
         """
         item = shards[0].blocks.scales.itemsize
         codes_at, scales_at = (
@@ -186,6 +195,7 @@ class EncodeTables:
             np.array(table, dtype=np.int32),
             np.array(tiles, dtype=np.int64),
             _joined(rows) if rows else None,
+            skips,
         )
 
     def keeps(self, scales: Tensor) -> bool:
@@ -232,6 +242,7 @@ def encode_tiles(
     *,
     aligned: bool = False,
     places: Tensor | None = None,
+    skips: bool = False,
 ) -> None:
     """Encode shards, on the current stream of the device of ``codes``.
 
@@ -249,6 +260,7 @@ def encode_tiles(
         places: where to write each part of a row of codes instead, int64 [parts of rows of all shards]. A number counts
             16 bytes from the beginning of ``codes``, and a part with 0 is not written. The table has the first of them
             of each shard.
+        skips: whether to make nothing of a tile without a place, not even scales.
     """
     from mcore_bridge.weights.sent.triton_encode import FLOATS, encode  # only GPUs need Triton
 
@@ -263,7 +275,7 @@ def encode_tiles(
         ROUND=FLOATS[blocks.codec.rounded_to or torch.float32], LINES=lines, GROUPS=groups,
         WIDE=_next_power_of_2(width), FEW=min(lines, _FEW), UNIT=blocks.unit, ALIGNED=aligned, CUDA=codes.is_cuda,
         FP8=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9), PLACED=places is not None,
-        num_warps=4,
+        SKIPS=skips, num_warps=4,
     )  # fmt: skip
 
 
@@ -331,6 +343,7 @@ class TileLaunch:
                 are_wrong,
                 aligned=held.is_aligned,
                 places=places,
+                skips=tables.skips,
             )
         addresses = tables.offsets + np.array([codes.data_ptr(), scales.data_ptr()])
         if places is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.codec import as_bytes
-from mcore_bridge.weights.plan.boxes import NO_ROWS, Rows, RowSizes
+from mcore_bridge.weights.plan.boxes import NO_ROWS, ByteCopy, Rows, RowSizes, bytes_read
 from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
 from mcore_bridge.weights.plan.inventory import EncodedPart, Role
 from mcore_bridge.weights.sent.encode_tables import (
@@ -82,10 +82,13 @@ class EncodeLaunch:
 
     Args:
         places: the places of the rows of their codes, if codes are written there, and not into a buffer.
+        skips: whether to leave out tiles without a place, with their scales.
     """
 
-    def __init__(self, shards: Sequence[KernelShard], places: Mapping[int, Rows] | None = None) -> None:
-        self.shards, self.tables = shards, EncodeTables.of(shards, places)
+    def __init__(
+        self, shards: Sequence[KernelShard], places: Mapping[int, Rows] | None = None, *, skips: bool = False
+    ) -> None:
+        self.shards, self.tables = shards, EncodeTables.of(shards, places, skips=skips)
         self._launch = TileLaunch(self.tables)
 
     def run(
@@ -127,13 +130,19 @@ class EncodeLaunch:
 
 
 def launches_of(
-    shards: Iterable[KernelShard], form: WeightFormat, merged: frozenset[int], places: Mapping[int, Rows]
+    shards: Iterable[KernelShard],
+    form: WeightFormat,
+    merged: frozenset[int],
+    places: Mapping[int, Rows],
+    *,
+    skips: bool = False,
 ) -> list[EncodeLaunch]:
     """The launches that encode shards.
 
     Args:
         merged: the codes whose weights have to be made first.
         places: the places of rows, by the numbers of codes that have any.
+        skips: whether to leave out tiles without a place, with their scales.
     """
     groups: dict[tuple[object, ...], list[KernelShard]] = {}
     sizes: dict[tuple[object, ...], int] = {}
@@ -144,7 +153,25 @@ def launches_of(
             sizes[key] = sizes.get(key, 0) + shard.blocks.num_bytes
             key = (*key, sizes[key] // (_MERGED if is_merged else _IN_A_BUFFER))
         groups.setdefault(key, []).append(shard)
-    return [EncodeLaunch(alike, places if key[0] else None) for key, alike in groups.items()]
+    return [EncodeLaunch(alike, places if key[0] else None, skips=skips) for key, alike in groups.items()]
+
+
+def _needs_no_more(shards: Iterable[KernelShard], places: Mapping[int, Rows], copies: Iterable[ByteCopy]) -> bool:
+    """Whether an engine needs scales of those blocks alone whose codes have places, and some codes have none."""
+    of_scales: dict[int, list[ByteCopy]] = {}
+    for copy in copies:
+        of_scales.setdefault(copy.source, []).append(copy)
+    is_partial = False
+    for shard in shards:
+        blocks = shard.blocks
+        item, are_placed = blocks.scales.itemsize, blocks.have_places(places[shard.codes])
+        are_needed = bytes_read(of_scales.get(shard.scales, ()), are_placed.size * item).reshape(
+            *are_placed.shape, item
+        )
+        if (are_needed.any(-1) & ~are_placed).any():
+            return False
+        is_partial = is_partial or not are_placed.all()
+    return is_partial
 
 
 @dataclass(eq=False)
@@ -210,10 +237,12 @@ class ShardEncoder:
         """See ``Maker``."""
         return not self.merges
 
-    def placed(self, places: Mapping[int, Rows]) -> tuple[PlacedEncoder, Callable[[int, int], ExportError]]:
+    def placed(
+        self, places: Mapping[int, Rows], copies: Iterable[ByteCopy]
+    ) -> tuple[PlacedEncoder, Callable[[int, int], ExportError]]:
         """See ``Maker``."""
         shards = dict.fromkeys(shard for shard in self.shards.values() if shard.codes in places)
-        launches = launches_of(shards, self.form, frozenset(), places)
+        launches = launches_of(shards, self.form, frozenset(), places, skips=_needs_no_more(shards, places, copies))
         kept = [launch.kept(self.form) for launch in launches]
         encoder = PlacedEncoder(
             [launch.tables for launch in launches],

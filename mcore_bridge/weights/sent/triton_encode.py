@@ -165,7 +165,7 @@ def encode(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, KIND: tl.constexpr, KEPT: tl.constexpr,  # noqa: N803
     POWERS: tl.constexpr, ROUND: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
     FEW: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CUDA: tl.constexpr, PLACED: tl.constexpr,  # noqa: N803
-    FP8: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr, SKIPS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     shard = tl.load(owners + tl.program_id(0))
     row = table + shard * COLUMNS
@@ -177,6 +177,12 @@ def encode(  # type: ignore[no-untyped-def]
     if ALIGNED:
         source = tl.multiple_of(source, 16)
     line, column, there = _elements(tile, across, rows, columns, HEIGHT, WIDTH, LINES, GROUPS, WIDE)
+    part = tile % across // (across // parts)
+    if PLACED:
+        starts = tl.load(places + codes_at + line * parts + part, mask=line < rows, other=0)
+        if SKIPS:  # noqa: SIM102  (a constant: without it nothing is compiled of the other)
+            if tl.max(tl.abs(starts), axis=0) == 0:
+                return
     numbers = tl.load(source + _at(line, column, columns), mask=there, other=0.0).to(tl.float32)
     bits = _largest(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, HEIGHT)
     tl.store(not_finite + shard + tl.zeros_like(bits), tl.full(bits.shape, 1, tl.int32), mask=bits >= 0x7F800000)
@@ -203,8 +209,6 @@ def encode(  # type: ignore[no-untyped-def]
         code, columns = low | high << 4, columns // 2
         line, column, there = _elements(tile, across, rows, columns, HEIGHT, WIDTH // 2, LINES, GROUPS, WIDE // 2)
     if PLACED:
-        part = tile % across // (across // parts)
-        starts = tl.load(places + codes_at + line * parts + part, mask=line < rows, other=0)
         column = column - tl.multiple_of(part * (columns // parts), 16)
         at, there = starts[:, None, None] * 16 + column[None, :, :], there & (starts != 0)[:, None, None]
     else:

@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.machine import uncollected
-from mcore_bridge.weights.plan.boxes import WIDEST, Rows, RowSizes
+from mcore_bridge.weights.plan.boxes import WIDEST, ByteCopy, Rows, RowSizes
 from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers, Made, PlacedMaker, RowPlaces
@@ -71,11 +71,14 @@ class Maker(Protocol):
     def is_of_parameters(self) -> bool:
         """Whether all are made of parameters of this rank, and none of merged weights."""
 
-    def placed(self, places: Mapping[int, Rows]) -> tuple[PlacedMaker, Callable[[int, int], ExportError]]:
+    def placed(
+        self, places: Mapping[int, Rows], copies: Iterable[ByteCopy]
+    ) -> tuple[PlacedMaker, Callable[[int, int], ExportError]]:
         """What makes codes in an engine's process, with their scales, and what makes an error of its ``wrong``.
 
         Args:
             places: the places of their rows there, by the numbers of the codes.
+            copies: the copies that the engine needs, those of scales among them.
         """
 
     def make(self, numbers: Sequence[int] | None, held: Buffers) -> Iterator[Made]:
