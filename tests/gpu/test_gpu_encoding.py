@@ -74,9 +74,10 @@ def test_bits_of_a_gpu_are_those_of_a_cpu(name, monkeypatch):
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_codes_go_to_their_places_and_tiles_without_one_are_left_out(skips):
-    """Places are the right half of all rows but the first 128. Two shards are encoded at once."""
+    """Places are the right half of all rows but the first 128. Nobody looks at NaN elsewhere, if that is left out."""
     torch.manual_seed(0)
     values = [torch.randn(shape, dtype=torch.bfloat16) for shape in ((512, 768), (256, 768))]
+    values[1][0, 0] = values[1][255, 383] = torch.nan
     shards, places, memory = [], {}, [torch.zeros(value.shape[0] - 128, 384, dtype=torch.uint8) for value in values]
     codec = Codec("fp8", (128, 128))
     for number, value in enumerate(values):
@@ -91,13 +92,12 @@ def test_codes_go_to_their_places_and_tiles_without_one_are_left_out(skips):
     )
     launch = TileLaunch(EncodeTables.of(shards, places, skips=skips))
     made = launch.run(held, None, device, into)
-    assert not made.are_wrong.any()
+    assert made.are_wrong.tolist() == [0, int(not skips)]
     for value, shard, own, (_, scales) in zip(values, shards, into.tensors, launch.tables.views(made), strict=True):
         codes, expected = encoded(shard.blocks, value, None)
         are_placed = torch.from_numpy(shard.blocks.have_places(places[shard.codes]))
         assert torch.equal(own.cpu(), codes.view(torch.uint8)[128:, 384:])
         assert torch.equal(scales.cpu()[are_placed], expected[are_placed])
-        assert torch.equal(scales.cpu(), expected) == (not skips)
 
 
 def test_a_number_that_is_not_finite_raises():

@@ -22,7 +22,7 @@ from tests.support.gpus import ask_for, chosen
 from tests.support.parity import reference_model
 from tests.support.quantized_rollouts import EXPERTS, FP8, follow
 from tests.support.strategies import random_state
-from tests.workers.rollout_families import UNLOADABLE, configs, newest_configs
+from tests.workers.rollout_families import ON_GPUS, UNLOADABLE, configs, newer_configs
 from tests.workers.vllm_rollout import engine_of, feed, held_as_from_files
 from tests.workers.vllm_sync import Client, serve
 
@@ -94,7 +94,7 @@ def attempt(hf, engine, folder, tensor_parallel):
 def test_every_family_that_vllm_has(tensor_parallel, tmp_path, request):
     ask_for(tensor_parallel)
     mb.ParallelDims().initialize(device="cuda")
-    every = {**configs(), **newest_configs()}
+    every = {**configs(), **newer_configs(ON_GPUS)}
     names = chosen(request.config, every)
     waiting, started, findings = deque((name, every[name]) for name in names), deque(), {}
     at_once = AT_ONCE // tensor_parallel

@@ -75,15 +75,18 @@ def encode_tiles(
         shape = _shape(blocks, row)
         own = replace(blocks, shape=shape)
         values = _memory(int(addresses[tensor]), rows * shape[1] * blocks.dtype.itemsize).view(blocks.dtype).view(shape)
-        if not values.isfinite().all():
-            not_finite[number], values = 1, torch.zeros_like(values)
+        skipped = torch.zeros(down * across, dtype=torch.bool)
+        if skips:
+            assert places is not None
+            of_parts = places[at:][: rows * parts].view(rows, parts).repeat_interleave(shape[1] // parts, 1)
+            skipped = largest(own, of_parts.abs().float()).flatten() == 0
+        if not largest(own, (~values.isfinite()).float()).flatten()[~skipped].eq(0).all():
+            not_finite[number] = 1
+        values = values.nan_to_num(0, 0, 0)
         grid = slice(scales_at, scales_at + down * across)
         made, stored = encoded(own, values, None if kept is None else kept[grid].view(blocks.scales).view(down, across))
         scales[grid] = as_bytes(stored).flatten()
-        if skips:  # whoever reads scales of these blocks finds it out
-            assert places is not None
-            of_parts = places[at:][: rows * parts].view(rows, parts).repeat_interleave(shape[1] // parts, 1)
-            scales[grid][largest(own, of_parts.abs().float()).flatten() == 0] = 77
+        scales[grid][skipped] = 77  # whoever reads these scales finds it out
         lines = made.view(torch.uint8).view(rows * parts, -1)
         if places is None:
             codes[16 * at :][: lines.numel()] = lines.flatten()

@@ -21,7 +21,7 @@ from tests.workers.rollout_families import (
     UNBIASED_ON_CPU,
     UNTIED_ON_CPU,
     configs,
-    newest_configs,
+    newer_configs,
 )
 from tests.workers.vllm_rollout import engine_of, feed, held_as_from_files
 
@@ -70,7 +70,7 @@ def test_says_what_transformers_says(family, mesh, tmp_path):
 def test_holds_what_it_cannot_compute(family, tensor_parallel, tmp_path, monkeypatch):
     """The newer families by a map. Experts of minimax_m2 are not selected by a sigmoid, which vLLM lacks on CPU."""
     monkeypatch.setitem(ENGINE_FIELDS, "minimax_m2", {**ENGINE_FIELDS["minimax_m2"], "scoring_func": "softmax"})
-    hf = {**configs(), **newest_configs()}[family]
+    hf = {**configs(), **newer_configs(HELD_ON_CPU)}[family]
     state = weights(family, hf, 0)
     models = mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=state)
     engine = engine_of(family, hf, tensor_parallel, "cpu", torch.float32, by_map=family in HELD_ON_CPU)
