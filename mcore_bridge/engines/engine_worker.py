@@ -285,17 +285,25 @@ class EngineWorker:
         assert self._puller is not None
         self._puller.make_by(sender, maker)
 
-    def ask_pull_begin(
-        self, sender: int, handles: Sequence[Handle], layout: AllocationLayout | None, makes: bool
-    ) -> None:
+    def ask_pull_learn(self, sender: int, handle: Handle) -> None:
+        """Learn what a sender has written for this process."""
+        assert self._puller is not None
+        self._puller.learn(sender, handle)
+
+    def ask_pull_begin(self, sender: int, handles: Sequence[Handle], layout: AllocationLayout | None) -> None:
         """Open the memory of a sender."""
         assert self._puller is not None
-        self._puller.begin(sender, handles, layout, makes)
+        self._puller.begin(sender, handles, layout)
 
-    def ask_pull_wrong(self, sender: int) -> tuple[int, int] | None:
-        """What of a sender could not be made."""
+    def ask_pull_make(self, sender: int) -> None:
+        """Encode the weights of a sender."""
         assert self._puller is not None
-        return self._puller.wrong(sender)
+        self._puller.make(sender)
+
+    def ask_pull_done(self) -> dict[int, tuple[int, int]]:
+        """Wait until everything is copied; what could not be made of each sender."""
+        assert self._puller is not None
+        return self._puller.done()
 
     def ask_pull_copy(self, sender: int, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
         """Run copies out of the memory of a sender."""
@@ -389,7 +397,7 @@ def worker_name(release: str, model: nn.Module, config: Any, place: str, setting
 
     An engine may have put objects into the config, even the config itself. Their classes count.
     """
-    fields = sorted(config.to_dict().items()) if hasattr(config, "to_dict") else []
+    fields = sorted(config.to_dict().items(), key=str) if hasattr(config, "to_dict") else []
     described = json.dumps(fields, skipkeys=True, default=lambda value: type(value).__name__)
     digest = hashlib.sha256(f"{described} {settings}".encode()).hexdigest()
     return f"{release}, {type(model).__name__} {digest[:12]}, {place}"

@@ -246,11 +246,20 @@ def test_launches_make_all_that_one_of_two_holders_of_a_weight_sends(tmp_path: P
 class StackingEngine(nn.Module):
     """An engine with gate and up of all experts of a layer in one parameter, and with unused rows before them.
 
-    With ``turns`` it keeps one projection of each layer transposed. With two ``parts`` it has tensor parallelism, and
-    this is one of two such engines.
+    With ``turns`` it keeps one projection of each layer transposed. With ``casts`` its scales are bf16. With two
+    ``parts`` it has tensor parallelism, and this is one of two such engines.
     """
 
-    def __init__(self, manifest: Manifest, folder: Path, *, turns: bool = False, parts: int = 1, part: int = 0) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        folder: Path,
+        *,
+        turns: bool = False,
+        casts: bool = False,
+        parts: int = 1,
+        part: int = 0,
+    ) -> None:
         super().__init__()
         self._turned, self._parts, self._part = "o_proj.weight" if turns else "nothing", parts, part
         self._shapes = {spec.name: self._cut(spec.name, torch.empty(spec.shape)).shape for spec in manifest}
@@ -260,9 +269,10 @@ class StackingEngine(nn.Module):
             shape = tuple(self._shapes[spec.name])
             shape = (shape[0] * 8 + 3, *shape[1:]) if name.endswith("w13") else shape
             shape = shape[::-1] if name.endswith(self._turned) else shape
-            count = math.prod(shape) * spec.dtype.itemsize
+            dtype = torch.bfloat16 if casts and name.endswith("scale_inv") else spec.dtype
+            count = math.prod(shape) * dtype.itemsize
             memory = torch.from_file(str(folder / str(number)), shared=True, size=count, dtype=torch.uint8)
-            self.register_parameter(name.replace(".", "-"), nn.Parameter(memory.view(spec.dtype).view(shape), False))
+            self.register_parameter(name.replace(".", "-"), nn.Parameter(memory.view(dtype).view(shape), False))
 
     def _place(self, name: str) -> tuple[str, int]:
         layer, _, rest = name.partition(".mlp.experts.")
@@ -286,14 +296,14 @@ class StackingEngine(nn.Module):
 
 
 class EncodedRounds:
-    """Rounds in FP8 from a trainer into an engine, both in this process."""
+    """Rounds in FP8 from a trainer into a ``StackingEngine`` of a ``kind``, both in this process."""
 
-    def __init__(self, folder: Path, note: Any, *, turns: bool) -> None:
+    def __init__(self, folder: Path, note: Any, **kind: bool) -> None:
         is_published = note == "as_published"
         self.models = mb.build_model(folder.parent, device="cpu", dtype=torch.bfloat16, load_weights=is_published)
         self.parameters, self._note = dict(self.models[0].named_parameters()), note
         manifest = mb.manifest(self.models, quantize=note)
-        self._own, self._other = (StackingEngine(manifest, folder / part, turns=turns) for part in ("own", "other"))
+        self._own, self._other = (StackingEngine(manifest, folder / part, **kind) for part in ("own", "other"))
         self.engine = mb.engines.map_engine(manifest, self._own, self._own.load)
         self.writer: Any = None
 
@@ -324,10 +334,10 @@ class EncodedRounds:
         return is_equal, whole.called, len(made) <= 4
 
 
-def rounds_into_an_engine(folder: str, note: dict[str, Any], *, turns: bool) -> list[tuple[bool, bool, bool]]:
+def rounds_into_an_engine(folder: str, note: dict[str, Any], **kind: bool) -> list[tuple[bool, bool, bool]]:
     """Rounds of which the third begins with a weight in other memory; then a round with NaN, and two further rounds."""
     mb.ParallelDims().initialize(device="cpu")
-    rounds = EncodedRounds(Path(folder) / str(turns), note, turns=turns)
+    rounds = EncodedRounds(Path(folder) / str(kind), note, **kind)
     first, moving = (rounds.parameters[f"decoder.layers.{n}.self_attention.linear_proj.weight"] for n in range(2))
     first.data, moving.data = torch.stack([first.data, moving.data]).unbind()
     found = []
@@ -368,17 +378,18 @@ BY_ENGINES = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_
 def test_codes_are_made_where_an_engine_keeps_them_in_rounds_that_repeat(tmp_path: Path) -> None:
     """If not all codes can be made there, some are copied, and no round begins like the last one."""
     tiny("qwen3_moe", **OF_ENGINES).save_pretrained(tmp_path)
-    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=False), str(tmp_path), BY_ENGINES)
+    (found,) = pool.run(1, rounds_into_an_engine, str(tmp_path), BY_ENGINES)
     assert found == [(True, messages, True) for messages in (True, False, True, False, True, False)]
-    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=True), str(tmp_path), BY_ENGINES)
-    assert found == [(True, True, True)] * 6
+    for kind in ("turns", "casts"):
+        (found,) = pool.run(1, partial(rounds_into_an_engine, **{kind: True}), str(tmp_path), BY_ENGINES)
+        assert found == [(True, True, True)] * 6
 
 
 class PulledRounds(EncodedRounds):
     """Rounds in which the engine's worker opens the trainer's memory."""
 
-    def __init__(self, folder: Path, note: Any, *, turns: bool) -> None:
-        super().__init__(folder, note, turns=turns)
+    def __init__(self, folder: Path, note: Any, **kind: bool) -> None:
+        super().__init__(folder, note, **kind)
         specs = tuple(TensorSpec.of(spec.name, spec) for spec in mb.manifest(self.models, quantize=note))
         self.worker = EngineWorker(self._own, self._own.load, name="it")
         self.writer = PullWriter(self.worker.ask_map(specs), Near(self.worker))
@@ -401,13 +412,13 @@ class PulledRounds(EncodedRounds):
         self.worker.ask_complete(None)
 
 
-def rounds_of_a_pull(folder: str, note: Any, *, turns: bool) -> list[tuple[bool, bool, bool]]:
+def rounds_of_a_pull(folder: str, note: Any, **kind: bool) -> list[tuple[bool, bool, bool]]:
     """Rounds; the third begins with all weights elsewhere, the fourth with other distances. One with NaN, one more.
 
     For each also whether the engine's process has made all codes.
     """
     mb.ParallelDims().initialize(device="cpu")
-    rounds, found = PulledRounds(Path(folder) / f"pulled {turns}", note, turns=turns), []
+    rounds, found = PulledRounds(Path(folder) / f"pulled {kind}", note, **kind), []
 
     def run() -> None:
         is_equal, by_messages, _ = rounds.run()
@@ -451,16 +462,20 @@ def publish(folder: str, to: str) -> None:
 
 @pytest.mark.parametrize("published", [False, True])
 def test_an_engine_that_pulls_makes_the_codes_itself(published: bool, tmp_path: Path) -> None:
-    """If not all codes have places, the trainer makes them. Blocks of a published folder may keep their scales."""
+    """If not all codes have places, the trainer makes them, and also if it must cast scales for the engine.
+
+    Blocks of a published folder may keep their scales.
+    """
     tiny("qwen3_moe", **OF_ENGINES).save_pretrained(tmp_path)
     folder, note = tmp_path, BY_ENGINES
     if published:
         folder, note = tmp_path / "published", "as_published"
         pool.run(1, publish, str(tmp_path), str(folder))
-    (found,) = pool.run(1, partial(rounds_of_a_pull, turns=False), str(folder), note)
+    (found,) = pool.run(1, rounds_of_a_pull, str(folder), note)
     assert found == [(True, messages, True) for messages in (True, False, False, True, False, True)]
-    (found,) = pool.run(1, partial(rounds_of_a_pull, turns=True), str(folder), note)
-    assert found == [(True, True, False)] * 6
+    for kind in ("turns", "casts"):
+        (found,) = pool.run(1, partial(rounds_of_a_pull, **{kind: True}), str(folder), note)
+        assert found == [(True, True, False)] * 6
 
 
 class Repacking(nn.Module):
@@ -609,8 +624,9 @@ def test_all_ranks_make_codes_where_the_engines_of_all_keep_them(
 def pulled_of_all_ranks(
     folder: str, note: dict[str, Any], dims: mb.ParallelDims, parts: int, turns: bool
 ) -> tuple[list[Any], bool]:
-    """On one of two ranks, whose workers open the memory of both: rounds of which the third begins with all weights
-    elsewhere; then a round with NaN on rank 1, and a further one. With EP alone, rank 1 has no worker.
+    """On a rank, whose worker opens the memory of all ranks: rounds of which the third begins with all weights
+    elsewhere; then a round with NaN on the last rank, and a further one. Without TP, only rank 0 has a worker. At last
+    two rounds in which no worker can open the memory of another rank, if there are workers on several ranks.
 
     Returns:
         For each round whether the engine has all bits, whether messages carried it, and from how many ranks its worker
@@ -629,9 +645,15 @@ def pulled_of_all_ranks(
     worker, across, found = EngineWorker(own, own.load, name="it"), pull_writer.PulledByWorkers(), list[Any]()
     skips = set[bool]()
 
-    def make_by(sender: int, maker: Any) -> None:
+    def learn(sender: int, handle: Any) -> None:
+        worker._puller.learn(sender, handle)  # type: ignore[union-attr]
+        maker: Any = worker._puller._senders[sender].maker  # type: ignore[union-attr]
         skips.update(tables.skips for tables in maker._tables)
-        worker._puller.make_by(sender, maker)  # type: ignore[union-attr]
+
+    def open_own(sender: int, *given: Any) -> None:
+        if sender not in (rank, -1):
+            raise TransferError("no link")
+        worker._puller.begin(sender, *given)  # type: ignore[union-attr]
 
     writer = PullWriter(worker.ask_map(tuple(TensorSpec.of(spec.name, spec) for spec in manifest)), Near(worker))
     target = writer.map if serves else "nothing"
@@ -647,15 +669,15 @@ def pulled_of_all_ranks(
             as_bytes(parameter.data).zero_()
         writer.announce()
         messages = mock.patch.object(writing, "run_messages", side_effect=writing.run_messages)
-        made = mock.patch.object(worker, "ask_pull_make_by", side_effect=make_by)
-        with launches_on_cpu(), messages as whole, made as makes:
+        learns = mock.patch.object(worker, "ask_pull_learn", side_effect=learn)
+        with launches_on_cpu(), messages as whole, learns as learned:
             writing.write_export(models, prepared, (lambda: writer) if serves else None, across=across)
         other.load(mb.iter_hf_weights(models, quantize=note))
         if serves:
             worker.ask_complete(None)
         pairs = zip(own.parameters(), other.parameters(), strict=True)
         is_equal = not serves or all(torch.equal(as_bytes(one.data), as_bytes(two.data)) for one, two in pairs)
-        found.append((is_equal, whole.called, makes.call_count))
+        found.append((is_equal, whole.called, learned.call_count))
 
     for number in range(3):
         for parameter in parameters.values():
@@ -664,13 +686,18 @@ def pulled_of_all_ranks(
             memory.append(into_one_file([*parameters.values()], between=1))
         run()
     kept = {name: parameter.data.clone() for name, parameter in parameters.items()}
-    spoil(models, rank=1)
+    spoil(models, rank=torch.distributed.get_world_size() - 1)
     with pytest.raises(ExportError, match="finite numbers"):
         run()
     for name, parameter in parameters.items():
         parameter.data.copy_(kept[name])
     run()
     assert bool(across.problem) == turns
+    if dims.tp > 1 and not turns:
+        with mock.patch.object(worker, "ask_pull_begin", side_effect=open_own):
+            run()
+            run()
+        assert "no link" in across.problem
     return found, any(skips)
 
 
@@ -679,21 +706,25 @@ def pulled_of_all_ranks(
     [
         (mb.ParallelDims(tp=2, ep=2, sp=True), 1, False, (2, 2)),
         (mb.ParallelDims(tp=2, ep=2, sp=True), 2, False, (2, 2)),
-        (mb.ParallelDims(ep=2), 1, False, (2, 0)),
+        (mb.ParallelDims(pp=2, ep=2), 1, False, (4, 0, 0, 0)),
         (mb.ParallelDims(tp=2), 1, True, (0, 0)),
     ],
-    ids=["two whole engines", "two halves", "one engine", "turned"],
+    ids=["two whole engines", "two halves", "codes and scales of other ranks", "turned"],
 )
 def test_workers_pull_from_all_ranks_and_make_the_codes(
-    dims: mb.ParallelDims, parts: int, turns: bool, makers: tuple[int, int], tmp_path: Path
+    dims: mb.ParallelDims, parts: int, turns: bool, makers: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """A worker that needs half of the codes makes these alone. Codes in another order come by messages."""
+    """A worker that needs half of the codes makes these alone. Codes in another order come by messages.
+
+    Of two ranks with equal weights, one may send the codes of a weight, and the other one the scales.
+    """
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     tiny("qwen3_moe", **sizes).save_pretrained(tmp_path)
     note = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["layers.1.mlp"]}
-    of_ranks = pool.run(2, pulled_of_all_ranks, str(tmp_path), note, dims, parts, turns)
+    of_ranks = pool.run(len(makers), pulled_of_all_ranks, str(tmp_path), note, dims, parts, turns)
     for (found, skips), made in zip(of_ranks, makers, strict=True):
-        assert found == [(True, turns, made if not number else 0) for number in range(4)]
+        assert found[:4] == [(True, turns, made if not number else 0) for number in range(4)]
+        assert found[4:] == ([(True, True, 0)] * 2 if dims.tp == 2 and not turns else [])
         assert skips == (parts == 2)
 
 

@@ -168,9 +168,7 @@ AFTER = (
 )
 LEFT_OUT = {
     **dict.fromkeys(AFTER, "no engine on a GPU was tried with it"),
-    **dict.fromkeys(
-        ("laguna", "lfm2", "mellum", "mimo_v2_flash"), "vLLM 0.24 cannot read a config of transformers 5"
-    ),
+    **dict.fromkeys(("laguna", "lfm2", "mellum", "mimo_v2_flash"), "vLLM 0.24 cannot read a config of transformers 5"),
     **dict.fromkeys(("cohere2", "cohere2_moe"), "vLLM 0.24 has no biases of attention, which its small config has"),
     **dict.fromkeys(("olmo", "phi"), "vLLM 0.24 has no groups of queries there, which its small config has"),
     **dict.fromkeys(("afmoe", "flex_olmo", "granitemoe", "lfm2_moe"), "vLLM 0.24 has other log-probs at this size"),

@@ -72,20 +72,21 @@ class EngineProgram(Program):
         self._composed = [self._compose(message.number) for message in self.plan.messages]
         while any(composed is None for composed in self._composed):
             self._composed = [self._compose(message.number) for message in self.plan.messages]
+        self.whole = {
+            byte_copy.source
+            for number in range(len(self.plan.messages) if self.made else 0)
+            for of_output in self._written(number).values()
+            for byte_copy in of_output
+        }
+        """The numbers of tensors from which HF tensors are made."""
         self.encoded = encoded
         self.places = self._placed()
         """Where the rows of codes belong that no copy brings to the engine."""
 
     def _placed(self) -> dict[int, Rows]:
         """Take the copies of codes out whose rows can be written into the engine's tensors."""
-        whole = {
-            byte_copy.source
-            for number in range(len(self.plan.messages) if self.made else 0)
-            for of_output in self._written(number).values()
-            for byte_copy in of_output
-        }
         copies = chain.from_iterable(composed or () for composed in self._composed)
-        sizes = {number: size for number, size in self.encoded.items() if number not in whole}
+        sizes = {number: size for number, size in self.encoded.items() if number not in self.whole}
         places = placed_rows(copies, sizes, len(self.names))
         self._composed = [
             tuple(copy for copy in composed or () if copy.source not in places) for composed in self._composed

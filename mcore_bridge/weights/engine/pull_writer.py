@@ -7,6 +7,7 @@ engine's process opens the tensors of all of them.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -20,8 +21,8 @@ from mcore_bridge.rules.spec import Pair, TensorSpec
 from mcore_bridge.weights.agreement import Export, with_codes
 from mcore_bridge.weights.engine.across_ranks import AcrossRanks, MoreHandles, digest_of
 from mcore_bridge.weights.engine.composed import EngineOutputs, EngineProgram, EngineStep, MapWriter
-from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share_part
-from mcore_bridge.weights.plan.boxes import ByteCopy, Table, placed_rows, through
+from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share, share_part
+from mcore_bridge.weights.plan.boxes import ByteCopy, placed_rows, through
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.sent.encoding import is_by_kernel
 from mcore_bridge.weights.transfer.collectives import Group
@@ -39,8 +40,8 @@ from mcore_bridge.weights.transfer.failures import any_of_ranks, require_all
 
 MOST_CAST_BYTES = 64 << 20
 """Bytes of HF tensors which the map casts. They travel as bytes of a message."""
-_THIS_RANK = -1
-"""The number of this rank as a sender, if other ranks send messages. Else senders have the numbers of their ranks."""
+_MESSAGES = -1
+"""The number of the sender if ranks exchange messages, which all come through one rank. Else it is a rank."""
 
 
 class Dialogue(Protocol):
@@ -83,20 +84,16 @@ class _Staged(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What an engine's process needs to copy from the tensors of one rank in a round. It can be sent.
+    """The memory of one rank in a round, for the engine's process that copies from it. It can be sent.
 
     Attributes:
-        handles: of the allocations of these tensors.
+        handles: of the allocations of the rank's tensors.
         layout: how the tensors of the export lie in them; None if this has not changed.
-        table: the copies into the engine's tensors, as rows of ``ByteCopy``; None if they have not changed.
-        maker: makes codes and scales in the engine's process; None if it has not changed.
-        makes: whether there are codes and scales.
+        makes: whether the engine's process makes codes and scales of them.
     """
 
     handles: list[Handle]
     layout: AllocationLayout | None
-    table: Table | None
-    maker: PlacedMaker | None
     makes: bool
 
 
@@ -141,6 +138,8 @@ class PullWriter(MapWriter):
         self._staging: Tensor | None = None
         """The staging buffer. For the engine it is one more allocation of windows."""
         self._problem: TransferError | None = None
+        self.known: object = object()
+        """Stands for all that the engine has learned. After an error it is another object."""
 
     def announce(self) -> None:
         """Begin a round: the engine looks up its memory while the ranks of the trainer agree on a plan."""
@@ -164,7 +163,7 @@ class PullWriter(MapWriter):
         """See ``MapWriter``."""
         before, maker, self._makes = self.program, sources.maker, False
         program, outputs = super().begin(sources, device)
-        if maker is not None and 0 < 2 * len(program.places) < len(maker.numbers):
+        if maker is not None and program.places and self._needs_others(program, maker):
             self._unplaced = maker.rows
             program, outputs = super().begin(sources, device)
         if program is not before:
@@ -172,11 +171,15 @@ class PullWriter(MapWriter):
         if maker is not None and program.places:
             if self._sent != (program, maker.form):
                 encoder, self._error = maker.placed(program.places, program.copies_of_rank())
-                self._ask("pull_make_by", _THIS_RANK, encoder)
+                self._ask("pull_make_by", _MESSAGES, encoder)
                 self._sent = program, maker.form
             self._makes = True
             sources.leave_to_engine()
         return program, outputs
+
+    def _needs_others(self, program: EngineProgram, maker: Maker) -> bool:
+        """Whether the engine needs codes without places, or this process needs codes or scales for an HF tensor."""
+        return 2 * len(program.places) < len(maker.numbers) or not maker.numbers.isdisjoint(program.whole)
 
     def _takes_rows(self, maker: Maker, device: torch.device) -> bool:
         return self.can_encode and maker.is_of_parameters and maker.rows is not self._unplaced
@@ -221,7 +224,9 @@ class PullWriter(MapWriter):
         except TransferError as error:
             self._problem = self._problem or error
             return
-        self._ask("pull_begin", _THIS_RANK, handles, layout, self._makes)
+        self._ask("pull_begin", _MESSAGES, handles, layout)
+        if self._makes:
+            self._ask("pull_make", _MESSAGES)
 
     def _run(self, table: CopyTable, windows: Tensor) -> None:
         number, rows, place, handle = self._numbers.get(table), None, -1, None
@@ -234,7 +239,7 @@ class PullWriter(MapWriter):
                 handle = share_part(whole_of(windows), self.map.digest)
             place, _ = self._windows[windows.data_ptr()]
             _synchronize(Buffers([windows]))
-        self._ask("pull_copy", _THIS_RANK, number, rows, place, handle)
+        self._ask("pull_copy", _MESSAGES, number, rows, place, handle)
         if windows.numel():
             self._take_answers()
 
@@ -250,10 +255,6 @@ class PullWriter(MapWriter):
             except TransferError as error:
                 self._problem = error
 
-    def wait(self) -> None:
-        """Wait until the engine's process has done all that it was asked for. ``complete`` raises its errors."""
-        self._take_answers()
-
     def _take_answers(self) -> Any:
         """Wait for all answers; the last one, unless the engine has failed."""
         answer = None
@@ -265,36 +266,53 @@ class PullWriter(MapWriter):
                 self._problem = self._problem or error
         return None if self._problem else answer
 
-    def take_from(self, sender: int, offer: Offer) -> None:
-        """Let the engine's process copy from the tensors of a rank. Its errors are raised by ``complete``."""
-        self._makes = False
-        if offer.maker is not None:
-            self._ask("pull_make_by", sender, offer.maker)
-        self._ask("pull_begin", sender, offer.handles, offer.layout, offer.makes)
-        self._ask("pull_copy", sender, 0, offer.table, -1, None)
+    def has_failed(self) -> bool:
+        """Whether the engine has failed in this round, once it has done all that it was asked for."""
+        self._take_answers()
+        return self._problem is not None
 
-    def wrong_of(self, sender: int) -> tuple[int, int] | None:
-        """What the engine's process could not make of a rank, once all copies are done."""
-        self._ask("pull_wrong", sender)
-        wrong: tuple[int, int] | None = self._take_answers()
-        return wrong
+    def learn(self, sender: int, handle: Handle) -> None:
+        """Let the engine's process learn what a rank has written for it."""
+        self._ask("pull_learn", sender, handle)
+
+    def open_tensors(self, sender: int, offer: Offer) -> None:
+        """Let the engine's process open the memory of a rank."""
+        self._makes = False
+        self._ask("pull_begin", sender, offer.handles, offer.layout)
+
+    def tried(self) -> str:
+        """What went wrong in what the engine was asked for, which it need not have done."""
+        self._take_answers()
+        problem, self._problem = self._problem, None
+        return "" if problem is None else str(problem)
+
+    def copy_from(self, sender: int, offer: Offer) -> None:
+        """Let the engine's process encode the weights of a rank and copy the others."""
+        if offer.makes:
+            self._ask("pull_make", sender)
+        self._ask("pull_copy", sender, 0, None, -1, None)
+
+    def done(self) -> dict[int, tuple[int, int]]:
+        """Wait until the engine has everything; what it could not make, by senders. ``complete`` raises its errors."""
+        self._ask("pull_done")
+        return self._take_answers() or {}
 
     def complete(self) -> None:
         """Raise what the engine has reported in this round."""
         if self._makes:
-            self._ask("pull_wrong", _THIS_RANK)
+            self._ask("pull_done")
         wrong = self._take_answers()
         self._windows.clear()
         if self._problem is not None:  # questions were left out, so nobody knows what the engine has
             self._forget()
             raise self._problem
-        if self._makes and wrong is not None:
+        if self._makes and wrong:
             assert self._error is not None
-            raise self._error(*wrong)
+            raise self._error(*wrong[_MESSAGES])
 
     def _forget(self) -> None:
         """Forget what the engine knows."""
-        self._sent, self._layout, self._numbers = None, None, {}
+        self._sent, self._layout, self._numbers, self.known = None, None, {}, object()
 
     def let_go(self) -> None:
         """See ``MapWriter``."""
@@ -310,12 +328,16 @@ class PullWriter(MapWriter):
 
 
 class PulledByWorkers(AcrossRanks):
-    """Each worker copies from the tensors of all ranks, and encodes their weights itself."""
+    """Each worker copies from the tensors of all ranks, and encodes their weights itself.
+
+    What a rank has for a worker passes through the rank that has the connection to it. Tables are large. So they are in
+    memory of the host, which the worker opens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: tuple[PullWriter | None, object] | None = None
-        """The writer into the worker of this rank, and the format for which all workers have tables."""
+        self._known: tuple[object, object] | None = None
+        """What all workers have learned: by the writer of this rank, and the format."""
         self._layout: AllocationLayout | None = None
         """How the tensors of this rank lie in allocations, as all workers know it."""
         self._errors: dict[int, Callable[[int, int], ExportError]] = {}
@@ -328,17 +350,16 @@ class PulledByWorkers(AcrossRanks):
 
     def run(self, export: Export, reached: Callable[[], MapWriter | None], more_handles: MoreHandles | None) -> bool:
         """See ``AcrossRanks``."""
-        group, held, is_possible, known = export.group, None, False, None
-        problem, offers = "", dict[int, Offer]()
+        group, held, is_possible, problem = export.group, None, False, ""
         writer: PullWriter | None = None
+        known: tuple[object, object] | None = None
         try:
-            reaches = reached()
-            assert reaches is None or isinstance(reaches, PullWriter)
-            writer = reaches
-            known = writer, export.format
+            worker = reached()
+            assert worker is None or isinstance(worker, PullWriter)
+            writer, known = worker, (None if worker is None else worker.known, export.format)
             held = Sources(export.program, export.held).parameters.at(export.program.made_of)
-            can_make = not export.format.is_encoded or writer is None or writer.can_encode
-            is_possible = can_make and not export.held.merges and is_by_kernel(export.program, export.held)
+            is_well = writer is None or not writer.has_failed()
+            is_possible = is_well and not export.held.merges and is_by_kernel(export.program, export.held)
         except Exception as error:
             problem = describe(error)
         are_impossible, is_new = any_of_ranks(group, problem, [not is_possible, known != self._known])
@@ -347,41 +368,38 @@ class PulledByWorkers(AcrossRanks):
         assert held is not None
         if is_new:
             self.forget()
-            export = with_codes(export)
-        try:
-            offers = self._offers(export, held, bool(is_new))
-        except Exception as error:
-            problem = describe(error)
-        of_ranks = group.all_gather_object((offers, problem))
-        self.problem = grouped_by_rank([problem for _, problem in of_ranks])
-        if self.problem:
-            self.forget()
-            self.fits = False
+            if not self._teach(with_codes(export), writer):
+                return False
+            self._known = known
+        offers = self._offered(export, held, writer)
+        if offers is None:
             return False
-        self._known = known
-        due = {sender: offers[group.rank] for sender, (offers, _) in enumerate(of_ranks) if group.rank in offers}
-        self._raise_wrong(group, writer, due)
+        self._copy(group, writer, offers)
         return True
 
-    def _offers(self, export: Export, held: Buffers, is_new: bool) -> dict[int, Offer]:
-        """What the worker of each rank may copy.
-
-        Raises:
-            TransferError: when a worker should not copy from this rank.
-        """
-        allocations, maker = held.allocations, export.held.maker
-        layout = None if allocations.layout == self._layout else allocations.layout
-        self._layout = allocations.layout
-        _synchronize(held)
-        offers = {}
-        for receiver, copies in self.copies.items():
-            table, encoder = None, None
-            if is_new:
+    def _teach(self, export: Export, writer: PullWriter | None) -> bool:
+        """Let all workers learn what they copy and make in each round; whether they can."""
+        group, maker, problem = export.group, export.held.maker, ""
+        written: list[Tensor] = []
+        lessons: dict[int, Handle] = {}
+        try:
+            if export.format.is_encoded and writer is not None and not writer.can_encode:
+                raise TransferError("a worker cannot encode weights")
+            for receiver, copies in self.copies.items():
                 left, encoder = self._left_to(receiver, copies, maker, len(export.program.names))
-                table = CopyTable(left).table
-            handles = _shared(allocations, digest_of(export, receiver))
-            offers[receiver] = Offer(handles, layout, table, encoder, receiver in self._errors)
-        return offers
+                octets = pickle.dumps((CopyTable(left).table, encoder))
+                written.append(allocate(len(octets), torch.device("cpu")))
+                written[-1].copy_(torch.frombuffer(bytearray(octets), dtype=torch.uint8))
+                lessons[receiver] = share(written[-1], digest_of(export, receiver))
+        except Exception as error:
+            problem = describe(error)
+        of_ranks = group.all_gather_object((lessons, problem))
+        if writer is not None and not any(text for _, text in of_ranks):
+            for sender, (of_rank, _) in enumerate(of_ranks):
+                if group.rank in of_rank:
+                    writer.learn(sender, of_rank[group.rank])
+            problem = writer.tried()
+        return self._all_can(group, problem)
 
     def _left_to(
         self, receiver: int, copies: Sequence[ByteCopy], maker: Maker | None, first: int
@@ -390,36 +408,67 @@ class PulledByWorkers(AcrossRanks):
 
         Args:
             first: the number of its first tensor.
-        """
-        if maker is None:
-            return copies, None
-        needed = maker.numbers & {copy.source for copy in copies}
-        places = placed_rows(copies, {number: maker.rows[number] for number in needed & maker.rows.keys()}, first)
-        encoder, error = maker.placed(places, copies)
-        if needed - encoder.numbers:
-            raise TransferError("a worker keeps codes in another order or cuts their blocks, so this rank makes them")
-        if needed:
-            self._errors[receiver] = error
-        return [copy for copy in copies if copy.source not in places], encoder if needed else None
 
-    def _raise_wrong(self, group: Group, writer: PullWriter | None, due: Mapping[int, Offer]) -> None:
+        Raises:
+            TransferError: when it cannot make all that it needs.
+        """
+        needed = frozenset[int]() if maker is None else maker.numbers & {copy.source for copy in copies}
+        if maker is None or not needed:
+            return copies, None
+        places = placed_rows(copies, {number: maker.rows[number] for number in needed & maker.rows.keys()}, first)
+        encoder, self._errors[receiver] = maker.placed(places, copies)
+        if needed - encoder.numbers:
+            raise TransferError("a worker keeps codes in another order, or cuts their blocks, so this rank makes them")
+        return [copy for copy in copies if copy.source not in places], encoder
+
+    def _all_can(self, group: Group, problem: str) -> bool:
+        """Whether no rank has a problem. Otherwise rounds of this program go by messages from now on."""
+        if group.all_true(not problem):
+            return True
+        self.problem = grouped_by_rank(group.all_gather_object(problem))
+        self.forget()
+        self.fits = False
+        return False
+
+    def _offered(self, export: Export, held: Buffers, writer: PullWriter | None) -> dict[int, Offer] | None:
+        """What ranks offer to the worker of this rank, which has opened their memory; None if any worker cannot."""
+        group, offers, problem = export.group, dict[int, Offer](), ""
+        try:
+            layout = None if held.allocations.layout == self._layout else held.allocations.layout
+            self._layout = held.allocations.layout
+            _synchronize(held)
+            for receiver in self.copies:
+                handles = _shared(held.allocations, digest_of(export, receiver))
+                offers[receiver] = Offer(handles, layout, receiver in self._errors)
+        except Exception as error:
+            problem = describe(error)
+        of_ranks = group.all_gather_object(offers)
+        due = {sender: of_rank[group.rank] for sender, of_rank in enumerate(of_ranks) if group.rank in of_rank}
+        if writer is not None:
+            for sender, offer in due.items():
+                writer.open_tensors(sender, offer)
+            problem = problem or writer.tried()
+        return due if self._all_can(group, problem) else None
+
+    def _copy(self, group: Group, writer: PullWriter | None, offers: Mapping[int, Offer]) -> None:
         """Let the worker of this rank copy, and wait until all workers have copied.
 
         Raises:
             ExportError: on every rank, when a weight could not be encoded.
         """
-        wrong = dict[int, tuple[int, int]]()
-        if writer is not None:
-            for sender, offer in due.items():
-                writer.take_from(sender, offer)
-            for sender, offer in due.items():
-                if offer.makes and (of_sender := writer.wrong_of(sender)) is not None:
-                    wrong[sender] = of_sender
-            writer.wait()
-        of_workers = group.all_gather_object(wrong)
-        if any(of_workers):
-            errors = [self._errors[rank](*own[group.rank]) for rank, own in enumerate(of_workers) if group.rank in own]
-            require_all(group, describe(errors[0]) if errors else "")
+        wrong, problem = dict[int, tuple[int, int]](), ""
+        try:
+            if writer is not None:
+                for sender, offer in offers.items():
+                    writer.copy_from(sender, offer)
+                wrong = writer.done()
+        except Exception as error:
+            problem = describe(error)
+        of_workers = group.all_gather_object((wrong, problem))
+        mine = [(rank, own[group.rank]) for rank, (own, _) in enumerate(of_workers) if group.rank in own]
+        texts = [describe(self._errors[rank](*what)) for rank, what in mine]
+        if any(own or text for own, text in of_workers):
+            require_all(group, "; ".join(dict.fromkeys(filter(None, [*texts, problem]))))
 
 
 def _shared(allocations: Allocations, digest: str) -> list[Handle]:

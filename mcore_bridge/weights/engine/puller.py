@@ -6,6 +6,7 @@ sender's memory is opened for a round, and let go at its end: a trainer may free
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class _Sender:
     """Makes codes and scales, if the sender leaves this to the engine."""
     buffers: Buffers | None = None
     """The tensors of the export and of the engine; None until a round has begun."""
+    has_made: bool = False
+    """Whether ``maker`` has run in this round."""
 
 
 class Puller:
@@ -78,45 +81,60 @@ class Puller:
     def _let_go(self) -> None:
         self._memory = None
         for known in self._senders.values():
-            known.buffers = None
+            known.buffers, known.has_made = None, False
 
     def make_by(self, sender: int, maker: PlacedMaker) -> None:
         """Make codes and scales of a sender by ``maker`` in the rounds for which it says so."""
         self._senders[sender].maker = maker
 
-    def begin(self, sender: int, handles: Sequence[Handle], layout: AllocationLayout | None, makes: bool) -> None:
-        """Open the memory of a sender for the round that was announced, and begin to encode.
+    def learn(self, sender: int, handle: Handle) -> None:
+        """Learn what a sender has written into memory of the host: its only table of copies, and its maker."""
+        (memory,) = self.open([handle])
+        table, maker = pickle.loads(memory.numpy())  # type: ignore[arg-type]  # any bytes
+        self._senders[sender] = _Sender(tables={0: CopyTable(table)}, maker=maker)
+
+    def begin(self, sender: int, handles: Sequence[Handle], layout: AllocationLayout | None) -> None:
+        """Open the memory of a sender for the round that was announced.
 
         Args:
             sender: its number.
             handles: of the allocations of the sender.
             layout: how the tensors of the export lie in them; None if this has not changed.
-            makes: whether this process makes codes and scales.
 
         Raises:
-            TransferError: as ``open``, or when no round was announced. Also when the engine's tensors have moved to
-                addresses where no codes can be written.
+            TransferError: as ``open``, or when no round was announced.
         """
         if self._memory is None:
             raise TransferError("expected a round that was announced, found none: its announcement has failed")
         known = self._senders[sender]
         known.layout = layout or known.layout
         assert known.layout is not None
-        held = Buffers.laid(known.layout, self.open(handles))
-        if makes:
-            assert known.maker is not None
-            if not self.can_encode:
-                raise TransferError(
-                    "expected tensors of the engine at multiples of 16 bytes, as when the sync began, found others: "
-                    "sync once more"
-                )
-            held = held.with_others(known.maker.make(held, self._memory, self._device))
-        known.buffers = held.beside(self._memory)
+        known.buffers = Buffers.laid(known.layout, self.open(handles)).beside(self._memory)
 
-    def wrong(self, sender: int) -> tuple[int, int] | None:
-        """See ``PlacedMaker``."""
-        maker = self._senders[sender].maker
-        return None if maker is None else maker.wrong()
+    def make(self, sender: int) -> None:
+        """Begin to encode the weights of a sender whose memory is open.
+
+        Raises:
+            TransferError: when the engine's tensors have moved to addresses where no codes can be written.
+        """
+        known = self._senders[sender]
+        assert known.maker is not None
+        assert known.buffers is not None
+        assert self._memory is not None
+        if not self.can_encode:
+            raise TransferError(
+                "expected tensors of the engine at multiples of 16 bytes, as when the sync began, found others: "
+                "sync once more"
+            )
+        known.buffers = known.buffers.with_others(known.maker.make(known.buffers, self._memory, self._device))
+        known.has_made = True
+
+    def done(self) -> dict[int, tuple[int, int]]:
+        """Wait until everything is copied; what could not be made of each sender, as ``PlacedMaker.wrong`` says."""
+        self._synchronize()
+        makers = {sender: known.maker for sender, known in self._senders.items() if known.has_made and known.maker}
+        every = ((sender, maker.wrong()) for sender, maker in makers.items())
+        return {sender: wrong for sender, wrong in every if wrong is not None}
 
     def copy(self, sender: int, number: int, table: Table | None, windows: int, handle: Handle | None) -> None:
         """Run copies. Copies from windows are done when this returns, and all other copies when the round completes.

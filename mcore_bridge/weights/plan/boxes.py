@@ -358,6 +358,11 @@ def rows_of(copies: Sequence[ByteCopy], size: RowSize) -> Rows | None:
     return Rows(tensors.reshape(size.rows, parts), starts.reshape(size.rows, parts))
 
 
+def rows_without_places(size: RowSize) -> Rows:
+    """The rows of codes that an engine does not use."""
+    return Rows(np.full((size.rows, 1), -1, np.int64), np.zeros((size.rows, 1), np.int64))
+
+
 def bytes_read(copies: Iterable[ByteCopy], num_bytes: int) -> Flags:
     """Which bytes of their source the copies read, bool [num_bytes]."""
     read = np.zeros(num_bytes, dtype=bool)

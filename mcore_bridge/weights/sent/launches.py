@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.codec import as_bytes
-from mcore_bridge.weights.plan.boxes import NO_ROWS, ByteCopy, Rows, RowSizes, bytes_read
+from mcore_bridge.weights.plan.boxes import NO_ROWS, ByteCopy, Rows, RowSizes, bytes_read, rows_without_places
 from mcore_bridge.weights.plan.encoded_entries import cells_of, upright_of
 from mcore_bridge.weights.plan.inventory import EncodedPart, Role
 from mcore_bridge.weights.sent.encode_tables import (
@@ -241,6 +241,10 @@ class ShardEncoder:
         self, places: Mapping[int, Rows], copies: Iterable[ByteCopy]
     ) -> tuple[PlacedEncoder, Callable[[int, int], ExportError]]:
         """See ``Maker``."""
+        copies = [*copies]
+        read = {copy.source for copy in copies}
+        alone = {shard for shard in self.shards.values() if shard.scales in read and shard.codes not in read}
+        places = {**{shard.codes: rows_without_places(shard.blocks.row_size) for shard in alone}, **places}
         shards = dict.fromkeys(shard for shard in self.shards.values() if shard.codes in places)
         launches = launches_of(shards, self.form, frozenset(), places, skips=_needs_no_more(shards, places, copies))
         kept = [launch.kept(self.form) for launch in launches]
