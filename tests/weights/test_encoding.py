@@ -378,11 +378,11 @@ BY_ENGINES = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_
 def test_codes_are_made_where_an_engine_keeps_them_in_rounds_that_repeat(tmp_path: Path) -> None:
     """If not all codes can be made there, some are copied, and no round begins like the last one."""
     tiny("qwen3_moe", **OF_ENGINES).save_pretrained(tmp_path)
-    (found,) = pool.run(1, rounds_into_an_engine, str(tmp_path), BY_ENGINES)
-    assert found == [(True, messages, True) for messages in (True, False, True, False, True, False)]
-    for kind in ("turns", "casts"):
-        (found,) = pool.run(1, partial(rounds_into_an_engine, **{kind: True}), str(tmp_path), BY_ENGINES)
-        assert found == [(True, True, True)] * 6
+    for casts in (False, True):
+        (found,) = pool.run(1, partial(rounds_into_an_engine, casts=casts), str(tmp_path), BY_ENGINES)
+        assert found == [(True, messages, True) for messages in (True, False, True, False, True, False)]
+    (found,) = pool.run(1, partial(rounds_into_an_engine, turns=True), str(tmp_path), BY_ENGINES)
+    assert found == [(True, True, True)] * 6
 
 
 class PulledRounds(EncodedRounds):

@@ -374,7 +374,7 @@ class PulledByWorkers(AcrossRanks):
         offers = self._offered(export, held, writer)
         if offers is None:
             return False
-        self._copy(group, writer, offers)
+        self._take_copies(group, writer, offers)
         return True
 
     def _teach(self, export: Export, writer: PullWriter | None) -> bool:
@@ -450,7 +450,7 @@ class PulledByWorkers(AcrossRanks):
             problem = problem or writer.tried()
         return due if self._all_can(group, problem) else None
 
-    def _copy(self, group: Group, writer: PullWriter | None, offers: Mapping[int, Offer]) -> None:
+    def _take_copies(self, group: Group, writer: PullWriter | None, offers: Mapping[int, Offer]) -> None:
         """Let the worker of this rank copy, and wait until all workers have copied.
 
         Raises:
