@@ -144,7 +144,9 @@ def _targets(fields: Mapping[str, Any]) -> tuple[str, ...]:
     groups = fields.get("config_groups")
     if fields["quant_method"] != "compressed-tensors" or not isinstance(groups, Mapping):
         return LINEAR
-    lists = (group.get("targets") or LINEAR for group in groups.values() if isinstance(group, Mapping))
+    lists = [group.get("targets") or LINEAR for group in groups.values() if isinstance(group, Mapping)]
+    if wrong := [targets for targets in lists if not isinstance(targets, list | tuple)]:
+        raise _refused("targets of compressed-tensors", wrong[0], "a list of names, patterns or classes of modules")
     return tuple(dict.fromkeys(str(target) for targets in lists for target in targets))
 
 
@@ -152,7 +154,7 @@ def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
     if (fields.get("fmt") or "e4m3") not in _E4M3:
         raise _refused("fmt", fields["fmt"], " or ".join(map(repr, _E4M3)))
     yield "fp8", _block(fields.get("weight_block_size", _BLOCK)) or "tensor"
-    if (experts := fields.get("expert_dtype")) not in _EXPERTS:
+    if not isinstance(experts := fields.get("expert_dtype"), str | None) or experts not in _EXPERTS:
         raise _refused("expert_dtype", experts, "'fp8' or 'fp4'")
     yield from _EXPERTS[experts]
     if algorithm := fields.get("moe_quant_algo"):  # of NVIDIA's releases, where MTP layers keep expert_dtype
@@ -228,9 +230,9 @@ def _apart(sizes: object) -> object:
 def _block(sizes: object) -> tuple[int, int] | None:
     if sizes is None:
         return None
-    if isinstance(sizes, list | tuple) and len(sizes) == 2 and all(map(is_count, sizes)):
+    if isinstance(sizes, list | tuple) and len(sizes) == 2 and all(is_count(size) and size < 1 << 31 for size in sizes):
         return sizes[0], sizes[1]
-    raise _refused("the size of blocks", sizes, "two positive whole numbers")
+    raise _refused("the size of blocks", sizes, "two positive whole numbers below 2 ** 31")
 
 
 def _refused(what: str, value: object, expected: str) -> NotReadError:

@@ -174,7 +174,7 @@ class JointGroup(Group):
         padded = torch.zeros(self.max(len(own)), dtype=torch.uint8, device=self.device)
         padded[: len(own)] = own.to(self.device)
         gathered = [torch.empty_like(padded) for _ in self.members]
-        self._waiting(self.group.allgather([gathered], [padded], _dist.AllgatherOptions())).wait()
+        self._waiting(self.group.allgather([gathered], [padded])).wait()
         return [pickle.loads(part.cpu().numpy().tobytes()) for part in gathered]
 
 

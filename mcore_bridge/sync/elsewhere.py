@@ -52,14 +52,17 @@ class Elsewhere:
         """What each worker of the replica gets, in the order in which they follow the ranks."""
         self.siblings: dict[WorkerKey, WorkerKey] = {}
         """For each of this rank's workers to which a sibling passes weights on, this sibling."""
-        self._own: frozenset[WorkerKey] | None = frozenset()
+        self._own: dict[WorkerKey, Route] | None = {}
         """This rank's workers in the group; None after it broke."""
         self.members = self._replica.members
         """The ranks of the replica in the world."""
 
     def has_changed(self, routes: Routes) -> bool:
-        """Whether the group has other workers of this rank than these, or has broken."""
-        return self._own != frozenset(routes)
+        """Whether the group has other workers of this rank than these, or has broken.
+
+        A worker that another trainer has served in between has a new route, and has left the group.
+        """
+        return self._own != dict(routes)
 
     def exchange(self, routes: Routes, version: int, *, is_new: bool, compares: bool) -> dict[WorkerKey, Answer]:
         """Export a round to all workers of the replica. Returns what each of this rank's workers answers, or its error.
@@ -79,13 +82,17 @@ class Elsewhere:
             return {key: route.line.failed(error) for key, route in routes.items()}
         if self._group is None:
             return {}
-        targets = tuple(self._targets.values())
-        export = open_export(self._models, None, "lm", **self._options, target="nothing", guests=targets)
+        targets, is_done = tuple(self._targets.values()), False
         try:
-            self._run(self._group, export, routes, (version, compares))
-        except (BridgeError, RuntimeError) as error:
-            self.close()
-            return {key: route.line.failed(error) for key, route in routes.items()}
+            export = open_export(self._models, None, "lm", **self._options, target="nothing", guests=targets)
+            try:
+                self._run(self._group, export, routes, (version, compares))
+            except (BridgeError, RuntimeError) as error:
+                return {key: route.line.failed(error) for key, route in routes.items()}
+            is_done = True
+        finally:
+            if not is_done:  # workers leave the group after a round that failed
+                self.close()
         answers: dict[WorkerKey, Answer] = {}
         for key, route in routes.items():
             try:
@@ -100,7 +107,7 @@ class Elsewhere:
         own = {key: route.target for key, route in routes.items()}
         of_ranks = self._replica.all_gather_object(own)
         self._targets = dict(sorted((item for of_rank in of_ranks for item in of_rank.items()), key=itemgetter(0)))
-        self._own = frozenset(routes)
+        self._own = dict(routes)
         if not self._targets:
             return
         with raise_on_all(self._replica, kind=TransferError):

@@ -218,8 +218,10 @@ class WeightSync:
         self._require_open()
         if self._roll_call is None:
             raise TransferError(f"expected rank 0 to name the engines, found rank {self._group.rank}")
-        clients = {}
-        for engine in list(engines) if isinstance(engines, list | tuple) else [engines]:
+        clients, given = {}, list(engines) if isinstance(engines, list | tuple) else [engines]
+        if twice := [number for number, engine in enumerate(given) if engine in given[:number]]:
+            raise TransferError(f"expected each engine once, found engine {twice[0]} of the list once more: remove it")
+        for engine in given:
             known = next((number for number, client in self._clients.items() if client == engine), None)
             clients[next(self._numbers) if known is None else known] = engine
         calls = {number: call_of(engine) for number, engine in clients.items()}

@@ -202,6 +202,13 @@ def deepseek(block: tuple[int, int], dtype: torch.dtype = torch.float32, **argum
     return fp8(block, note, dtype=dtype, **arguments)
 
 
+def without_up(block: tuple[int, int]) -> Format:
+    """FP8 for all but one of two matrices that a trainer holds as one."""
+    own = deepseek(block)
+    note = {**(own.note or {}), "modules_to_not_convert": ["up_proj"]}
+    return replace(own, note=note, quantizes=lambda name: name.endswith(".weight") and ".up_proj." not in name)
+
+
 def fbgemm() -> Format:
     """The format of Meta's files of Llama 3.1 405B."""
     note = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}

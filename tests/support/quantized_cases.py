@@ -45,6 +45,12 @@ CASES: dict[str, Case] = {
         torch.bfloat16,
         mb.ParallelDims(tp=2, ep=2, sp=True),
     ),
+    "parts in two forms": (
+        lambda: tiny("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=12, intermediate_size=40),
+        quantized.without_up((16, 64)),
+        torch.bfloat16,
+        mb.ParallelDims(),
+    ),
     "minimax_m2": (family("minimax_m2"), deepseek((8, 8)), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
     "glm4_moe": (
         family("glm4_moe"),

@@ -150,6 +150,34 @@ def asked():
     return said
 
 
+def in_a_group():
+    models, weight, worker = model_and_worker()
+    others = model_and_worker()[0]
+    syncs = [mb.WeightSync(own, worker.receive, transport="network", timeout=30) for own in (models, others)]
+
+    def run(number):
+        own = (models, others)[number]
+        for parameter in own[0].parameters():
+            parameter.data.normal_()
+        syncs[number]()
+        return torch.equal(weight, mb.to_hf_state_dict(own)[HEAD])
+
+    found = [run(0), run(1), run(0), run(1), run(0)]
+    head = models[0].output_layer.weight
+    head.untyped_storage().resize_(0)
+    with pytest.raises(TransferError, match=r"output_layer.* has no storage"):
+        syncs[0]()
+    head.untyped_storage().resize_(head.nbytes)
+    found += [run(0), run(1)]
+    for sync in syncs:
+        sync.close()
+    return found
+
+
+def test_two_trainers_share_a_worker_elsewhere_and_go_on_after_a_round_that_failed():
+    assert pool.run(1, in_a_group) == [[True] * 7]
+
+
 def test_a_server_is_asked_for_log_probs():
     (said,) = pool.run(1, asked)
     assert said == [[(2, -2.0), (3, -3.0), (5, -5.0)]] * 2
@@ -201,6 +229,8 @@ def failing():
                 EngineWorker(source, load, name="spoilt")
         found["loads"] = raised(EngineWorker(torch.nn.Linear(1, 1), spoil, name="spoilt").receive)
         wrong = {3: "expected an engine: vLLM's LLM", "node7:8000": "write http://node7:8000$", "": "such as http"}
+        with pytest.raises(TransferError, match="found engine 2 of the list once more"):
+            sync.set_engines([worker.receive, print, worker.receive])
         for engine, match in {**wrong, Draft(3): r"with a draft model: .* method draft\(info\); found 3$"}.items():
             with pytest.raises(TransferError, match=match):
                 sync.set_engines(engine)

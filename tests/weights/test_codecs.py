@@ -202,6 +202,8 @@ def test_a_shape_beside_codes_is_theirs_and_parts_come_once() -> None:
     files = {"x.weight_packed": WORDS, "x.weight_scale": GROUPS, "x.weight_shape": torch.tensor([4, 32])}
     with pytest.raises(CheckpointError, match=r"x.weight_shape is .4, 32., while there are codes for .4, 64."):
         plain_of(files, note)["x.weight"]
+    with pytest.raises(CheckpointError, match=r"x.weight_shape is .64,., while there are codes"):
+        plain_of({**files, "x.weight_shape": torch.tensor(64)}, note)["x.weight"]
     with pytest.raises(CheckpointError, match=r"is torch.int8 with scales of torch.float32: expected .* uint8 .NVFP4."):
         plain_of({"x.weight": BYTES.char(), "x.weight_scale": GROUPS})
     pairs = [("x.weight", FP8), ("x.weight_scale_inv", GRID)]

@@ -44,8 +44,14 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": -32}
         ({**FP8, "modules_to_not_convert": "lm_head"}, ["modules_to_not_convert='lm_head', pass a list"]),
         ({**FP8, "ignore": ["re:["]}, [r"the pattern 're:\[', correct it: "]),
         ({**FP8, "activation_scheme": "static", "fmt_": 1}, ["field 'fmt_'", "'static' .pass 'dynamic'. needs scales"]),
-        ({**FP8, "weight_block_size": [8]}, [r"two positive whole numbers, found \[8\]. Correct it"]),
-        ({**FP8, "weight_block_size": [True, True]}, [r"two positive whole numbers, found \[True, True\]"]),
+        ({**FP8, "weight_block_size": [8]}, [r"two positive whole numbers below 2 \*\* 31, found \[8\]. Correct it"]),
+        ({**FP8, "weight_block_size": [10**20, 1]}, [r"two positive whole numbers below 2 \*\* 31, found \[1000"]),
+        ({**FP8, "expert_dtype": ["fp4"]}, [r"expert_dtype must be 'fp8' or 'fp4', found \['fp4'\]"]),
+        *(
+            ({**COMPRESSED, "config_groups": {"all": {**GROUP, "targets": targets}}}, [f"a list of .*{targets!r}"])
+            for targets in (3, "Linear")
+        ),
+        ({**FP8, "weight_block_size": [True, True]}, [r"two positive whole numbers below .*, found \[True, True\]"]),
         (
             {**FP8, "scale_fmt": "UE8M0", "ignored_layers": [3]},
             ["found scale_fmt='UE8M0', pass 'ue8m0'", r"=\[3\], pass a"],

@@ -171,6 +171,7 @@ def with_note(given: Case, **fields: Any) -> Case:
 
 NEW: dict[str, Case] = {
     **{name: CASES[name] for name in ("minimax_m2", "glm4_moe", "experts alone", "kimi_k2", "bf16 rows", "gpt_oss")},
+    "parts in two forms": CASES["parts in two forms"],
     "blocks that shards share": (
         family("qwen3_moe"),
         deepseek((16, 32)),

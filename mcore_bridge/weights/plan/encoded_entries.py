@@ -188,7 +188,7 @@ def upright_of(traced: Trace, encoding: Encoding) -> Trace:
             tuple(replace(copy, view=None) for copy in copies) for copies in (traced.to_mcore, traced.to_hf)
         )
         return Trace(shapes, traced.shard_shape, to_mcore, to_hf)
-    raise _UnfitError("has another orientation than its codes")
+    raise _UnfitError("has another orientation than its codes: choose another method, such as fp8")
 
 
 def cells_of(traced: Trace, encoding: Encoding) -> Cells:
@@ -200,7 +200,8 @@ def cells_of(traced: Trace, encoding: Encoding) -> Cells:
 def coarser(traced: Trace, parts: Sequence[int], cells: Cells) -> Trace | None:
     """The trace of tensors in which one element stands for a cell of rows and columns, as the shards have them.
 
-    None if a slice begins or ends within a cell, other than at the end of a part.
+    None if a slice begins or ends within a cell, other than at the end of a part that is the end of the shard. Behind
+    another end rows of another part would count as rows of the cell, even if that part leaves in another form.
     """
     of_parts = _of_parts(traced, parts)
     to_mcore, to_hf = (
@@ -227,7 +228,8 @@ def _coarse(copy: Copy, traced: Trace, cells: Cells) -> Copy | None:
     cell, length = cells[copy.dim], traced.part_shapes[copy.part][copy.part_dim]
     if cell == 1:
         return copy
-    is_whole = copy.size % cell == 0 or copy.part_start + copy.size == length
+    ends = copy.part_start + copy.size, copy.shard_start + copy.size
+    is_whole = copy.size % cell == 0 or ends == (length, traced.shard_shape[copy.dim])
     if copy.part_step > 1 or copy.part_start % cell or copy.shard_start % cell or not is_whole:
         return None
     return replace(

@@ -236,7 +236,7 @@ def not_finite(part: EncodedPart) -> ExportError:
     """The error for a weight with a number that no code has."""
     return ExportError(
         f"{part.plain.hf[0]} must have finite numbers to be encoded, found NaN or infinity: see which step of the "
-        "training made it"
+        "training made it, or whether the scales in its files are finite, too"
     )
 
 

@@ -90,7 +90,8 @@ def _allows(quantization: Quantization, held: Encoding) -> bool:
 def encoded(name: str, held: Encoding, source: Mapping[str, Tensor]) -> Encoded:
     """The weight with its tensors, in the shapes that its codec expects."""
     codes, scales, *overall = (source[part] for part in held.parts)
-    if held.shape_tensor is not None and (shape := tuple(source[held.shape_tensor.name].tolist())) != held.shape:
+    shape = held.shape if held.shape_tensor is None else tuple(source[held.shape_tensor.name].flatten().tolist())
+    if held.shape_tensor is not None and shape != held.shape:
         raise unreadable([f"{held.shape_tensor.name} is {shape}, while there are codes for {held.shape}"])
     codes = codes.flatten(len(held.shape) - 1)  # of gpt-oss, which has a dim of blocks
     scales = scales.reshape(held.grid)
