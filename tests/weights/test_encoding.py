@@ -25,7 +25,7 @@ import mcore_bridge as mb
 from mcore_bridge.config.quantization import LISTS
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
-from mcore_bridge.errors import ConfigError, ExportError, MappingError, TargetError, TransferError
+from mcore_bridge.errors import BridgeError, ConfigError, ExportError, MappingError, TargetError, TransferError
 from mcore_bridge.rules.codec import as_bytes
 from mcore_bridge.rules.scheme import joined_names
 from mcore_bridge.rules.spec import TensorSpec
@@ -36,8 +36,9 @@ from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.plan.boxes import placed_rows
 from mcore_bridge.weights.sent import encoded_shard
+from mcore_bridge.weights.sent.encoding import encoded_tensors
 from mcore_bridge.weights.source.source import open_source
-from mcore_bridge.weights.source.weight_format import is_linear
+from mcore_bridge.weights.source.weight_format import is_linear, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
 from tests import zoo
 from tests.support import pool, quantized
@@ -727,6 +728,46 @@ def test_workers_pull_from_all_ranks_and_make_the_codes(
         assert found[:4] == [(True, turns, made if not number else 0) for number in range(4)]
         assert found[4:] == ([(True, True, 0)] * 2 if dims.tp == 2 and not turns else [])
         assert skips == (parts == 2)
+
+
+IN_TWO_FORMS = {
+    "quant_method": "fp8",
+    "weight_block_size": [24, 40],
+    "modules_to_not_convert": ["up_proj", "k_proj", "v_proj"],
+}
+
+
+def unlike_whole_tensors() -> tuple[int, list[str]]:
+    """In a worker: the number of encoded weights of all families, and those that leave unlike a whole tensor."""
+    mb.ParallelDims().initialize(device="cpu")
+    form, count, wrong = weight_format(IN_TWO_FORMS, None), 0, list[str]()
+    for case_name, found in zoo.cases().items():
+        models = mb.build_model(found.hf, device="cpu", dtype=torch.bfloat16, load_weights=False)
+        for parameter in models[0].parameters():  # rows of very different magnitudes
+            powers = torch.randint(-9, 9, (*parameter.shape[:-1], 1)).float().exp2()
+            parameter.data.normal_().mul_(powers.to(parameter.dtype))
+        try:
+            sent = mb.to_hf_state_dict(models, quantize=IN_TWO_FORMS)
+        except BridgeError:  # a few families have other classes of linear layers
+            continue
+        plain = {name: own for name, own in mb.to_hf_state_dict(models).items() if f"{name}_scale_inv" in sent}
+        scheme = form.scheme_for(map(TensorSpec.of, plain, plain.values()))
+        for name, whole in plain.items():
+            parts = {name: whole} if whole.dim() == 2 else {f"{name}[{n}]": own for n, own in enumerate(whole)}
+            stack = len(parts) if whole.dim() == 3 else 0
+            made = [dict(encoded_tensors(part, own, scheme, form, stack=stack)) for part, own in parts.items()]
+            for kind, *of_parts in zip(("", "_scale_inv"), *(each.values() for each in made), strict=True):
+                octets = torch.cat([as_bytes(part).flatten() for part in of_parts])
+                count += 1
+                if not torch.equal(octets, as_bytes(sent[f"{name}{kind}"]).flatten()):
+                    wrong.append(f"{case_name}: {name}{kind}")
+    return count, wrong
+
+
+def test_weights_of_every_family_leave_as_whole_tensors() -> None:
+    ((count, wrong),) = pool.run(1, unlike_whole_tensors)
+    assert not wrong
+    assert count > 4000
 
 
 @pytest.mark.parametrize("name", NEW)
