@@ -108,7 +108,9 @@ class Route(NoRoute):
         self.line, self._device = line, device
         self._allowed = allowed if is_near else tuple(way for way in allowed if way == "network")
         self.transport: Transport | None = None
-        self.reason = "" if is_near else "the engine's process is on another machine"
+        self._reason = "" if is_near else "the engine's process is on another machine"
+        self._messages = ""
+        """Why ranks exchanged messages in the last round, if a process could not open the memory of another one."""
         self.num_bytes = 0
         self._map: EngineMap | None = None
         self._writer: EngineWriter | PullWriter | None = None
@@ -152,7 +154,12 @@ class Route(NoRoute):
         raise TransferError(f"expected a way to {self.line.worker}, found none: {self.reason}")
 
     def _add(self, reason: str) -> None:
-        self.reason = "; ".join(filter(None, (self.reason, reason)))
+        self._reason = "; ".join(filter(None, (self._reason, reason)))
+
+    @property
+    def reason(self) -> str:
+        """Why no faster way was taken; empty for the fastest one."""
+        return "; ".join(filter(None, (self._reason, self._messages)))
 
     def _open_shards(self, manifest: Manifest) -> None:
         self._announce()
@@ -203,8 +210,8 @@ class Route(NoRoute):
                 across=across,
                 more_handles=partial(self.line, "more_handles"),
             )
-            if across is not None and across.problem and across.problem not in self.reason:
-                self._add(f"ranks exchange messages: {across.problem}")
+            problem = "" if across is None else across.problem
+            self._messages = f"ranks exchange messages: {problem}" if problem else ""
             self.line("complete", version)
             self._opened().let_go()
             return

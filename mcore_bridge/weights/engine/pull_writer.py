@@ -36,7 +36,7 @@ from mcore_bridge.weights.transfer.copier import (
     whole_of,
 )
 from mcore_bridge.weights.transfer.endpoints import Maker, Sources
-from mcore_bridge.weights.transfer.failures import any_of_ranks, require_all
+from mcore_bridge.weights.transfer.failures import any_of_ranks, raise_on_all
 
 MOST_CAST_BYTES = 64 << 20
 """Bytes of HF tensors which the map casts. They travel as bytes of a message."""
@@ -447,7 +447,8 @@ class PulledByWorkers(AcrossRanks):
         if writer is not None:
             for sender, offer in due.items():
                 writer.open_tensors(sender, offer)
-            problem = problem or writer.tried()
+            opened = writer.tried()
+            problem = problem or opened
         return due if self._all_can(group, problem) else None
 
     def _take_copies(self, group: Group, writer: PullWriter | None, offers: Mapping[int, Offer]) -> None:
@@ -465,10 +466,12 @@ class PulledByWorkers(AcrossRanks):
         except Exception as error:
             problem = describe(error)
         of_workers = group.all_gather_object((wrong, problem))
-        mine = [(rank, own[group.rank]) for rank, (own, _) in enumerate(of_workers) if group.rank in own]
-        texts = [describe(self._errors[rank](*what)) for rank, what in mine]
         if any(own or text for own, text in of_workers):
-            require_all(group, "; ".join(dict.fromkeys(filter(None, [*texts, problem]))))
+            with raise_on_all(group, kind=ExportError):
+                mine = [(rank, own[group.rank]) for rank, (own, _) in enumerate(of_workers) if group.rank in own]
+                texts = [describe(self._errors[rank](*what)) for rank, what in mine]
+                if texts or problem:
+                    raise ExportError("; ".join(dict.fromkeys(filter(None, [*texts, problem]))))
 
 
 def _shared(allocations: Allocations, digest: str) -> list[Handle]:

@@ -21,6 +21,7 @@ from mcore_bridge.weights.ipc.shared_memory import Handle, open_all
 from mcore_bridge.weights.plan.boxes import Table
 from mcore_bridge.weights.transfer.copier import AllocationLayout, Buffers, CopyTable, PlacedMaker, runs_kernel
 
+_NOT_BEGUN = "expected a round that has begun, found none: its begin has failed"
 _OTHER = (
     "expected memory for this engine's map, found memory for another map: the sender must take the map of this engine"
 )
@@ -107,7 +108,7 @@ class Puller:
         if self._memory is None:
             raise TransferError("expected a round that was announced, found none: its announcement has failed")
         known = self._senders[sender]
-        known.layout = layout or known.layout
+        known.layout, known.buffers = layout or known.layout, None
         assert known.layout is not None
         known.buffers = Buffers.laid(known.layout, self.open(handles)).beside(self._memory)
 
@@ -118,9 +119,8 @@ class Puller:
             TransferError: when the engine's tensors have moved to addresses where no codes can be written.
         """
         known = self._senders[sender]
-        assert known.maker is not None
-        assert known.buffers is not None
-        assert self._memory is not None
+        if known.maker is None or known.buffers is None or self._memory is None:
+            raise TransferError(_NOT_BEGUN)
         if not self.can_encode:
             raise TransferError(
                 "expected tensors of the engine at multiples of 16 bytes, as when the sync began, found others: "
@@ -155,7 +155,7 @@ class Puller:
         if handle is not None:
             (self._windows[windows],) = self.open([handle])
         if known.buffers is None:
-            raise TransferError("expected copies of a round that has begun, found none: its begin has failed")
+            raise TransferError(_NOT_BEGUN)
         passing = [self._windows[windows]] if windows in self._windows else []
         known.tables[number].run(known.buffers, Buffers(passing), self._device)
         if passing:

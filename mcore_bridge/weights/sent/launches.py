@@ -242,11 +242,13 @@ class ShardEncoder:
     ) -> tuple[PlacedEncoder, Callable[[int, int], ExportError]]:
         """See ``Maker``."""
         copies = [*copies]
-        read = {copy.source for copy in copies}
-        alone = {shard for shard in self.shards.values() if shard.scales in read and shard.codes not in read}
-        places = {**{shard.codes: rows_without_places(shard.blocks.row_size) for shard in alone}, **places}
-        shards = dict.fromkeys(shard for shard in self.shards.values() if shard.codes in places)
-        launches = launches_of(shards, self.form, frozenset(), places, skips=_needs_no_more(shards, places, copies))
+        read, shards = {copy.source for copy in copies}, [*dict.fromkeys(self.shards.values())]
+        whole = [shard for shard in shards if shard.codes in places]
+        alone = [shard for shard in shards if shard.scales in read and not {shard.codes} & (read | places.keys())]
+        nowhere = {shard.codes: rows_without_places(shard.blocks.row_size) for shard in alone}
+        skips = _needs_no_more(whole, places, copies)
+        launches = launches_of(whole, self.form, frozenset(), places, skips=skips)
+        launches += launches_of(alone, self.form, frozenset(), nowhere)
         kept = [launch.kept(self.form) for launch in launches]
         encoder = PlacedEncoder(
             [launch.tables for launch in launches],
