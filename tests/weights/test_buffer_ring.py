@@ -21,7 +21,7 @@ from mcore_bridge.rules.spec import ALIGNMENT, TensorSpec
 from mcore_bridge.weights.ipc.buckets import BucketPlan, plan_buckets
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.sender import BufferRing
-from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share
+from mcore_bridge.weights.ipc.shared_memory import Handle, _map_file, allocate, open_all, share
 from mcore_bridge.weights.manifest import digest
 from tests.support import pool
 from tests.support.engine import FINISH, answer, engine, manifest_of, send_round
@@ -439,3 +439,12 @@ def test_a_handle_of_a_gpu_leaves_a_process_whose_functions_an_engine_has_replac
     assert received == Handle(rebuild_cuda_tensor, args, "GPU-1", "digest")
     shared = share(allocate(8, torch.device("cpu")), "digest")
     assert pickle.loads(pickle.dumps(shared)) == shared
+
+
+def test_handles_beside_one_that_cannot_be_opened_are_opened_too():
+    opened = []
+    handles = [Handle(lambda number=number: opened.append(number), (), None, "digest") for number in range(3)]
+    handles[1] = Handle(_map_file, ("/nowhere", 8), None, "digest")
+    with pytest.raises(TransferError, match="expected a buffer of 8 bytes at /nowhere, found None"):
+        open_all(handles, "digest", "other")
+    assert opened == [0, 2]

@@ -107,10 +107,22 @@ def share_part(memory: Tensor, digest: str = "") -> Handle:
 
 
 def open_all(handles: Sequence[Handle], digest: str, otherwise: str) -> list[Tensor]:
-    """Open handles, each of which must have this digest; if one has not, raise ``TransferError`` with ``otherwise``."""
+    """Open handles, each of which must have this digest; if one has not, raise ``TransferError`` with ``otherwise``.
+
+    If some cannot be opened, all others are opened and let go again: torch counts handles that nobody opens.
+    """
     if {*(handle.digest for handle in handles)} != {digest}:
         raise TransferError(otherwise)
-    return [open_shared(handle) for handle in handles]
+    opened: list[Tensor] = []
+    problems: list[TransferError] = []
+    for handle in handles:
+        try:
+            opened.append(open_shared(handle))
+        except TransferError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
+    return opened
 
 
 def open_shared(handle: Handle) -> Tensor:
