@@ -153,4 +153,7 @@ def _check(name: str, tensor: Weight, spec: TensorSpec, dtype: torch.dtype | Non
         )
     if isinstance(tensor, Tensor) and not is_exact(tensor.dtype, spec.dtype) and dtype is None:
         held, stored = dtype_name(spec.dtype), dtype_name(tensor.dtype)
-        raise CheckpointError(f"{name} is {stored}, and {held} cannot hold all its values; --dtype {held} casts")
+        raise CheckpointError(
+            f"{name} is {stored}, and {held} cannot hold all its values: --dtype {stored} keeps them, and "
+            f"--dtype {held} casts"
+        )

@@ -172,8 +172,8 @@ class WeightSync:
         self._ways_of_ranks: list[tuple[list[Transport | None], bool, bool]] | None = None
         """What the ranks said of these workers, if none of them is elsewhere."""
         self._roll_call: RollCall | None = None
-        self.version = 0
-        """The version of the last round."""
+        self.version = self._begun = 0
+        """The version of the last round that did not fail."""
         wrong = problem_of(
             transport=(transport, _TRANSPORT),
             loads=(loads, FLAG),
@@ -251,7 +251,8 @@ class WeightSync:
         new version.
 
         Args:
-            version: a number for these weights, which the engines report; None counts rounds. That of rank 0 counts.
+            version: a number for these weights, which the engines report; None counts rounds, also those that fail.
+                That of rank 0 counts.
 
         Returns:
             Version, seconds, and a report of each worker, equal on all ranks but for ``seconds``.
@@ -271,7 +272,7 @@ class WeightSync:
         return SyncReport(self.version, time.perf_counter() - start, reports)
 
     def _set_version(self, version: int) -> None:
-        self.version = version
+        self.version = self._begun = version
         if self._draft is not None:
             self._draft._set_version(version)
 
@@ -343,6 +344,8 @@ class WeightSync:
             TransferError: on every rank, when it failed on a rank for all engines.
         """
         version, roster, absent = self._called(version, left_out)
+        if not compares:  # if it fails, some engines may have the weights of this version
+            self._begun = version
         mine = [served.worker for served in roster if served.trainer == self._group.rank]
         new = [served for served in roster if served.is_new]
         mine_new = [served.worker for served in new if served.trainer == self._group.rank]
@@ -385,7 +388,7 @@ class WeightSync:
         if self._roll_call is not None:
             try:
                 require(TransferError, version=(version, LEAST_0.or_none()))
-                number = self.version + 1 if version is None else version
+                number = self._begun + 1 if version is None else version
                 answer = (number, *self._roll_call.begin(number, left_out))
             except Exception as error:  # other ranks wait for it
                 answer = describe(error)

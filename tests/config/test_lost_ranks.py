@@ -81,6 +81,17 @@ def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, 
     assert all(re.search(words.format(pid=processes[1].pid), line) for line in found), found
 
 
+def unanswered():
+    """Runs in a worker: what survivors say when the store of the job has ended, too, as with rank 0."""
+    with mock.patch.object(lost_ranks, "_Notes", side_effect=dist.DistNetworkError("gone")):
+        return lost_ranks._who()
+
+
+def test_a_store_that_does_not_answer_is_named():
+    (found,) = pool.run(1, unanswered)
+    assert "the store of the job does not answer, so rank 0 or the launcher" in found
+
+
 def noted():
     """Runs in each worker: the recorded processes of the job, and the process of this rank."""
     lost_ranks.note_process()

@@ -92,7 +92,9 @@ def serve_rounds(addresses, dims, transports):
         if trainer.is_lead:
             sync.set_engines(clients[5:])
         trainer.step(9)
-        assert [worker.sibling for worker in sync().workers] == [None, None, (5, 0), (5, 1)]
+        after = sync()
+        assert after.version == 72  # some engines have weights of version 71
+        assert [worker.sibling for worker in after.workers] == [None, None, (5, 0), (5, 1)]
         assert all(trainer.has(clients[number] if clients else None, TP2) for number in (5, 6))
     return [(worker.engine, worker.trainer) for worker in report.workers]
 

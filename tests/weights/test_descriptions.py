@@ -4,12 +4,15 @@ from fnmatch import fnmatch
 from typing import Any
 
 import pytest
+import torch
 
-from mcore_bridge.config.quantization import fields_of, left_out_by
+from mcore_bridge.config.quantization import fields_of, left_out_by, read_quantization
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.source.new_scheme import (
     is_left_out,
     is_target,
+    new_scheme,
     read_description,
     warn_of_misspelt,
     written_description,
@@ -156,3 +159,13 @@ def test_a_misspelt_module_is_named(caplog: pytest.LogCaptureFixture) -> None:
         "quantize leaves out model.layers.0.self_attn.q_porj, of which the model has none, and encodes "
         "model.layers.10.self_attn.q_proj: correct the name if it is meant"
     ]
+
+
+def test_columns_of_int4_divide_into_words() -> None:
+    weights = {**INT4, "group_size": 2, "symmetric": True}
+    note = {**COMPRESSED, "format": "pack-quantized", "config_groups": {"all": {"weights": weights}}}
+    quantization = read_quantization(note)
+    assert quantization is not None
+    with pytest.raises(ConfigError, match=r"groups of int4 .* and words of 8 codes, found x\.weight \[48, 22\]"):
+        new_scheme([TensorSpec("x.weight", (48, 22), torch.bfloat16)], quantization)
+    assert new_scheme([TensorSpec("x.weight", (48, 24), torch.bfloat16)], quantization).held

@@ -62,26 +62,37 @@ def note_process() -> None:
 def _who() -> str:
     """The names of lost ranks, or that they are unknown. A thread queries the store, since it may be lost too."""
     lost: list[str] = []
-    asking = threading.Thread(target=_ask, args=(lost, dist.group.WORLD), daemon=True)
+    answered = threading.Event()
+    asking = threading.Thread(target=_ask, args=(lost, answered, dist.group.WORLD), daemon=True)
     asking.start()
     asking.join(2 * _SECONDS)
     if lost:
         names = ", ".join(sorted(lost, key=lambda name: int(name.split()[0])))
         return f"these ranks of the job have ended: {names}. Look for the cause in their logs, and start the job again"
+    if not answered.is_set():
+        return (
+            "a rank was lost. Its number is unknown: the store of the job does not answer, so rank 0 or the launcher, "
+            "which has it, has probably ended. Look for the log that ends first, and start the job again"
+        )
     return (
         "a rank was lost, or did not come. Its number is unknown: no process on this machine has ended, and no other "
         "rank has reported one. Look for the log that ends first. If a rank is only late, set a longer timeout"
     )
 
 
-def _ask(lost: list[str], world: Any) -> None:
-    """Fills ``lost`` as soon as a process on this machine has ended, or another machine has reported one."""
+def _ask(lost: list[str], answered: threading.Event, world: Any) -> None:
+    """Fills ``lost`` as soon as a process on this machine has ended, or another machine has reported one.
+
+    Args:
+        answered: set as soon as the store has answered.
+    """
     with suppress(Exception):
         deadline = _deadlines.setdefault(world, time.monotonic() + _SECONDS)  # later failures do not wait again
         notes = _Notes()
         while True:
             processes = [entry.split() for entry in notes.of(this_machine())]
             reported = set(notes.of("ended"))
+            answered.set()
             ended = [(rank, pid) for rank, pid, started in processes if not is_alive(int(pid), started)]
             here = {f"{rank} (process {pid} on {socket.gethostname()})" for rank, pid in ended}
             for name in here - reported:

@@ -10,6 +10,7 @@ files, and no file has scales of activations.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -64,6 +65,8 @@ _KNOWN = (
 """Fields of published configs that change nothing of the codes, or that are read."""
 _SCALES = (None, "float", "ue8m0")
 """The values of ``scale_fmt`` that transformers and engines know."""
+_NUMBERS_OF_A_WORD = 8
+"""Codes of int4 lie in words of 32 bits."""
 _INSTEAD = {"FP8": "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4": "W4A16_NVFP4"}
 """Algorithms of ModelOpt that need scales of activations, each with an algorithm that does not."""
 
@@ -83,6 +86,7 @@ def new_scheme(specs: Iterable[TensorSpec], quantization: Quantization) -> Schem
     ((kind, grain),) = quantization.allowed
     stored: dict[str, TensorSpec] = {}
     group = grain[1] if kind != "fp8" and isinstance(grain, tuple) else 1
+    group = math.lcm(group, _NUMBERS_OF_A_WORD) if kind == "int4" else group
     undivided, stacks = [], []
     for spec in specs:
         if not _is_encoded(spec, kind, quantization):
@@ -142,7 +146,8 @@ def _require_encodable(
     wrong = []
     if undivided:
         wrong.append(
-            f"{len(undivided)} weights must be matrices whose columns divide into groups of {kind} ({grain}), found "
+            f"{len(undivided)} weights must be matrices whose columns divide into groups of {kind} ({grain})"
+            f"{' and words of 8 codes' if kind == 'int4' else ''}, found "
             f"{', '.join(undivided[:5])}. {modules}"
         )
     if stacks:
