@@ -13,6 +13,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,7 @@ from mcore_bridge.config.quantization import LISTS
 from mcore_bridge.convert.convert import convert
 from mcore_bridge.engines import EngineWorker
 from mcore_bridge.errors import BridgeError, ConfigError, ExportError, MappingError, TargetError, TransferError
-from mcore_bridge.rules.codec import as_bytes
+from mcore_bridge.rules.codec import Codec, as_bytes
 from mcore_bridge.rules.scheme import joined_names
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import open_plain
@@ -34,9 +35,11 @@ from mcore_bridge.weights.engine import across_ranks, pull_writer
 from mcore_bridge.weights.engine import writer as writing
 from mcore_bridge.weights.engine.pull_writer import PullWriter
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.plan.boxes import placed_rows
+from mcore_bridge.weights.plan.boxes import ByteCopy, placed_rows, rows_of
 from mcore_bridge.weights.sent import encoded_shard
+from mcore_bridge.weights.sent.encode_tables import Blocks
 from mcore_bridge.weights.sent.encoding import encoded_tensors
+from mcore_bridge.weights.sent.launches import _needs_no_more
 from mcore_bridge.weights.source.source import open_source
 from mcore_bridge.weights.source.weight_format import is_linear, weight_format
 from mcore_bridge.weights.transfer.collectives import Group
@@ -728,6 +731,21 @@ def test_workers_pull_from_all_ranks_and_make_the_codes(
         assert found[:4] == [(True, turns, made if not number else 0) for number in range(4)]
         assert found[4:] == ([(True, True, 0)] * 2 if dims.tp == 2 and not turns else [])
         assert skips == (parts == 2 and made > 0)
+
+
+@pytest.mark.parametrize(("first_row", "scale_rows", "leaves_out"), [(0, 1, False), (16, 1, True), (16, 2, False)])
+def test_tiles_are_left_out_only_if_no_scale_of_them_is_needed(
+    first_row: int, scale_rows: int, leaves_out: bool
+) -> None:
+    """An engine has places for rows from one on, and needs some rows of the scales, counted from the last."""
+    codes_and_shape = torch.float8_e4m3fn, (32, 32)
+    blocks = Blocks(Codec("fp8", (16, 16)), (32, 32), (16, 16), torch.bfloat16, codes_and_shape, torch.float32, False)
+    shard: Any = SimpleNamespace(blocks=blocks, codes=0, scales=1)
+    of_codes = ByteCopy(0, first_row * 32, 2, 0, 32 - first_row, 32, 1, 32, 1, 32, 1)
+    of_scales = ByteCopy(1, (2 - scale_rows) * 8, 2, 0, scale_rows, 2, 4, 8, 4, 8, 4)
+    rows = rows_of([of_codes], blocks.row_size)
+    assert rows is not None
+    assert _needs_no_more([shard], {0: rows}, [of_codes, of_scales]) == leaves_out
 
 
 IN_TWO_FORMS = {

@@ -18,6 +18,16 @@ SETTINGS = {
     "experts": (MOE, {"tp_size": 2, "ep_size": 2}),
 }
 """The model, and SGLang's arguments."""
+ALWAYS = {
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.1,
+    "log_level": "warning",
+}
+"""SGLang's arguments on a CPU and on a GPU."""
 REPLACED = "from tests.workers import sglang_engine\n\nsglang_engine.prepare()\n"
 """What SGLang's schedulers import as ``sgl_kernel``."""
 
@@ -42,16 +52,10 @@ def serve(address, setting):
         dtype="float32",
         device="cpu",
         attention_backend="torch_native",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        skip_tokenizer_init=True,
-        skip_server_warmup=True,
         disable_overlap_schedule=True,
-        disable_cuda_graph=True,
         max_total_tokens=1024,
         context_length=256,
-        mem_fraction_static=0.1,
-        log_level="warning",
+        **ALWAYS,
         **arguments,
     )
     answer(engine, client(engine), address)
@@ -68,18 +72,12 @@ def serve_on_gpu(address, folder):
         custom_weight_loader=[LOAD],
         dtype="bfloat16",
         attention_backend="triton",
-        sampling_backend="pytorch",
-        grammar_backend="none",
         moe_runner_backend="triton",
         fp8_gemm_runner_backend="triton",
-        skip_tokenizer_init=True,
-        skip_server_warmup=True,
-        disable_cuda_graph=True,
         max_total_tokens=16384,
         context_length=512,
-        mem_fraction_static=0.1,
         disable_custom_all_reduce=True,
-        log_level="warning",
+        **ALWAYS,
     )
     answer(engine, client(engine), address)
 

@@ -158,20 +158,17 @@ def launches_of(
 
 def _needs_no_more(shards: Iterable[KernelShard], places: Mapping[int, Rows], copies: Iterable[ByteCopy]) -> bool:
     """Whether an engine needs scales of those blocks alone whose codes have places, and some codes have none."""
-    of_scales: dict[int, list[ByteCopy]] = {}
-    for copy in copies:
-        of_scales.setdefault(copy.source, []).append(copy)
-    is_partial = False
-    for shard in shards:
-        blocks = shard.blocks
-        item, are_placed = blocks.scales.itemsize, blocks.have_places(places[shard.codes])
-        are_needed = bytes_read(of_scales.get(shard.scales, ()), are_placed.size * item).reshape(
-            *are_placed.shape, item
-        )
-        if (are_needed.any(-1) & ~are_placed).any():
+    placed = ((shard, shard.blocks.have_places(places[shard.codes]).ravel()) for shard in shards)
+    partly = {shard.scales: (shard, are_placed) for shard, are_placed in placed if not are_placed.all()}
+    of_scales: dict[int, list[ByteCopy]] = {scales: [] for scales in partly}
+    for copy in copies if partly else ():
+        if copy.source in of_scales:
+            of_scales[copy.source].append(copy)
+    for scales, (shard, are_placed) in partly.items():
+        read = bytes_read(of_scales[scales], are_placed.size * shard.blocks.scales.itemsize)
+        if (read.reshape(are_placed.size, -1).any(1) & ~are_placed).any():
             return False
-        is_partial = is_partial or not are_placed.all()
-    return is_partial
+    return bool(partly)
 
 
 @dataclass(eq=False)
