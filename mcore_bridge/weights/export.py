@@ -167,8 +167,9 @@ def converted(
     form: WeightFormat = PLAIN,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the pairs of an export in another dtype, or on another device. Codes and scales keep their dtype."""
-    if dtype is None and device is None and form is PLAIN:
+    if dtype is None and device is None and form.source is None:
         yield from pairs
+        return
     infinite: list[str] = []
     for name, tensor in pairs:
         try:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 from mcore_bridge.arguments import FUNCTION, require
@@ -56,13 +57,13 @@ def tracked(items: Iterable[T], phase: str, count: Callable[[], int]) -> Iterato
         count: counts the items, if somebody wants to know.
     """
     report = _REPORT.get()
-    if report is None:
-        yield from items
-        return
-    total = count()
+    return iter(items) if report is None else _reported(items, partial(report, phase), count())
+
+
+def _reported(items: Iterable[T], report: Callable[[int, int], object], total: int) -> Iterator[T]:
     for number, item in enumerate(items, start=1):
         yield item
-        report(phase, number, total)
+        report(number, total)
 
 
 def _draw(bars: dict[str, Any], phase: str, done: int, total: int) -> None:

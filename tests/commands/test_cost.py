@@ -19,7 +19,7 @@ from mcore_bridge.weights.plan.boxes import ByteCopy
 from mcore_bridge.weights.plan.export_plan import MEMORY, MESSAGES_IN_FLIGHT, SLAB, ExportPlan, peak_bytes
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, WindowRun, cut, num_messages, pieces, widths
-from mcore_bridge.weights.transfer.program import HEADERS, Program
+from mcore_bridge.weights.transfer.program import Program
 from tests.support import fake_mesh
 from tests.support.sparse_models import sparse
 from tests.support.strategies import tiny
@@ -148,10 +148,8 @@ def test_headers_of_many_ranks_are_few_moves() -> None:
         make_blueprint(hf, BuildOptions(dims=ParallelDims(ep=256), dtype=torch.bfloat16, device="meta")), world_size=256
     ).export
     program = Program([plan], 100)
-    headers = len(program.names) + HEADERS
     for message in plan.messages:
-        moves = [ByteCopy(*row) for row in program.step(message.number, None).copies.table.tolist()]
-        found = [move for move in moves if move.target == headers]
+        found = [ByteCopy(*row) for row in program.headers(message.number).table.tolist()]
         ranks = [move.target_start // HEADER + row for move in found for row in range(move.rows)]
         assert ranks == [*range(100), *range(101, 256)]
         assert len(found) <= 1 + len(set(message.widths))

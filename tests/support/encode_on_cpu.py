@@ -15,7 +15,7 @@ from mcore_bridge.rules.codec import as_bytes, codes_of, decoded, divided, new_s
 from mcore_bridge.weights.engine import puller
 from mcore_bridge.weights.sent import encode_tables, encoding
 from mcore_bridge.weights.sent.encode_tables import Blocks, TileLaunch
-from mcore_bridge.weights.sent.launches import EncodeLaunch, ShardEncoder
+from mcore_bridge.weights.sent.launches import ShardEncoder
 
 
 def spread(blocks: Blocks, scales: Tensor) -> Tensor:
@@ -110,15 +110,14 @@ def launches_on_cpu() -> Iterator[list[set[int]]]:
         made.append({*launch.tables.numbers.tolist()})
         return run(launch, *arguments)
 
-    def note(encoder: ShardEncoder, launch: EncodeLaunch, are_wrong: Tensor) -> None:
-        event: Any = SimpleNamespace(synchronize=lambda: None)
-        encoder._waiting.append((launch, are_wrong, event))
+    def on_host(encoder: ShardEncoder, are_wrong: Tensor) -> tuple[Tensor, Any]:
+        return are_wrong, SimpleNamespace(synchronize=lambda: None)
 
     with pytest.MonkeyPatch.context() as patched:
         for module in (encoding, puller):
             patched.setattr(module, "runs_kernel", lambda device: True)
         patched.setattr(torch.cuda, "device", lambda device: nullcontext())
         patched.setattr(TileLaunch, "run", note_run)
-        patched.setattr(ShardEncoder, "_note", note)
+        patched.setattr(ShardEncoder, "_on_host", on_host)
         patched.setattr(encode_tables, "encode_tiles", encode_tiles)
         yield made

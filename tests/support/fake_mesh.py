@@ -121,8 +121,7 @@ def export_to(
             own = torch.empty(sum(program.sent(number)), dtype=torch.uint8)
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = program.step(number - LAG if number >= LAG else None, number, unpack=False)
-            headers = torch.empty((len(ranks), HEADER), dtype=torch.uint8)
-            step.copies.run(staying[rank], Buffers([arrived[number][rank], header, headers, own]), CPU)
+            step.copies.run(staying[rank], Buffers([arrived[number][rank], header, own]), CPU)
             sent[rank:] = [own.split(list(program.sent(number)))]
             travelled += sum(program.sent(number)) if rank < len(held) else 0
         arrived.append([torch.cat([sent[sender][rank] for sender in ranks]) for rank in ranks])
@@ -130,7 +129,8 @@ def export_to(
             windows = arrived[-1][rank]
             assert len(windows) == sum(program.received(number))
             headers = torch.full((len(ranks), HEADER), rank, dtype=torch.uint8)
-            outputs[rank].run(program.step(number, None), staying[rank], [windows, NOTHING, headers, NOTHING], CPU)
+            program.headers(number).run(Buffers([windows]), Buffers([headers]), CPU)
+            outputs[rank].run(program.step(number, None), staying[rank], [windows, NOTHING, NOTHING], CPU)
             assert (headers == torch.arange(len(ranks))[:, None]).all()
             for name, tensor in outputs[rank].closed(program.plan.messages[number]):
                 assert name not in states[rank], f"{name} came twice"
@@ -155,11 +155,12 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
             own = windows.split(message.widths)[rank]
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = programs[rank].step(None, number)
-            step.copies.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
+            step.copies.run(staying[rank], Buffers([NOTHING, header, own]), CPU)
         for rank in {0, number % len(held)}:  # other ranks would give equal results
             step = programs[rank].step(number, None)
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
-            outputs.run(step, staying[rank], [windows, NOTHING, headers, NOTHING], CPU)
+            programs[rank].headers(number).run(Buffers([windows]), Buffers([headers]), CPU)
+            outputs.run(step, staying[rank], [windows, NOTHING, NOTHING], CPU)
             assert (headers == torch.arange(len(held))[:, None]).all()
         for name, tensor in outputs.closed(message):
             assert name not in state, f"{name} came twice"

@@ -68,6 +68,16 @@ class Payload:
             destinations.append(tuple(of_entry))
         return cls(tuple(entries), tuple(outputs), tuple(destinations))
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The name of each output."""
+        return tuple(output.name for output in self.outputs)
+
+    @cached_property
+    def copied(self) -> frozenset[int]:
+        """The outputs that have other names, too."""
+        return frozenset(number for number, output in enumerate(self.outputs) if output.copies)
+
     def tensors(self) -> Iterator[TensorSpec]:
         """The specs of all HF tensors."""
         for output in self.outputs:

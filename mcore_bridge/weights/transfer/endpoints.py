@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 from mcore_bridge.errors import ExportError
 from mcore_bridge.machine import uncollected
 from mcore_bridge.weights.plan.boxes import WIDEST, ByteCopy, Rows, RowSizes
-from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
+from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers, Made, PlacedMaker, RowPlaces
 from mcore_bridge.weights.transfer.program import Program, Step
@@ -22,8 +22,8 @@ from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
 Merge = Callable[[Tensor], Tensor]
 """A function from a tensor of this rank to the tensor that is sent in its place."""
 _NBYTES = attrgetter("nbytes")
-_UNCHECKED = 2
-"""Launches whose numbers may not yet be known to be finite when the next one begins."""
+_UNCHECKED = MESSAGES_IN_FLIGHT + 1
+"""How many messages may still be encoded when the next one is packed. All before them have arrived, so nobody waits."""
 
 
 def check_storage(tensors: Mapping[str, Tensor]) -> None:
@@ -85,7 +85,7 @@ class Maker(Protocol):
         """Make tensors of these numbers, or all, from the tensors of this rank. What comes with them is made, too."""
 
     def check(self, but: int = 0) -> None:
-        """Raise ``ExportError`` if something could not be made; of the newest ``but`` launches nobody knows yet."""
+        """Raise ``ExportError`` if something could not be made; of the newest ``but`` calls of ``make`` nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,8 @@ class Outputs:
 
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
         self._outputs, self._device = plan.payload.outputs, device
+        self._names = plan.payload.names
+        self._copied = plan.payload.copied
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in plan.dtypes}
         self._gpus = Buffers([torch.empty(0, device=device)]).gpus
         """The GPUs of outputs and windows. A check of each of thousands of tensors would take longer."""
@@ -227,15 +229,17 @@ class Outputs:
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that a message completes. From then on they belong to the caller."""
-        for number in message.done:
+        for number in {*message.done}.difference(self._open):  # an empty slice
             output = self._outputs[number]
-            tensor = self._open.pop(number, None)
-            if tensor is None:  # an empty slice
-                tensor = self._like[output.dtype].new_empty(output.shape)
-            name = output.name
-            if output.copies:  # cloned before the caller has the tensor and may change it
-                *others, name = name, *output.copies
-                yield from ((other, tensor.clone()) for other in others)
+            self._open[number] = self._like[output.dtype].new_empty(output.shape)
+        if self._copied.isdisjoint(message.done):  # the rule, and fast
+            yield from zip(map(self._names.__getitem__, message.done), map(self._open.pop, message.done), strict=True)
+            return
+        for number in message.done:
+            tensor, output = self._open.pop(number), self._outputs[number]
+            *others, name = output.name, *output.copies
+            for other in others:  # cloned before the caller has the tensor and may change it
+                yield other, tensor.clone()
             yield name, tensor
 
     def clear(self) -> None:

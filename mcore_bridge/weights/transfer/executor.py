@@ -134,6 +134,7 @@ class _Exchange:
             for number, message in enumerate(self._messages):
                 windows = self._arrived = self._sent.popleft()
                 windows.wait()
+                windows.read_headers()
                 self._advance(windows, None if self._lends else number + MESSAGES_IN_FLIGHT)
                 all_closed, failures = windows.states()
                 ends = all_closed or any(failures)
@@ -175,8 +176,6 @@ class _Exchange:
             assert windows is not None
             self._fail(problem, windows.number)
             self._steps(arrived, following)
-        if arrived:
-            arrived.mark()
         if following:
             following.send()
             self._sent.append(following)
@@ -192,10 +191,10 @@ class _Exchange:
         self._memory[number % MESSAGES_IN_FLIGHT] = self._spare.pop()
 
     def _following(self, number: int) -> Windows:
-        received, sent = self._program.received(number), self._program.sent(number)
-        return Windows(
-            self._group, self._memory[number % MESSAGES_IN_FLIGHT], number, received, sent, self._program.lineup(number)
-        )
+        program = self._program
+        sizes = program.received(number), program.sent(number)
+        memory, lineup = self._memory[number % MESSAGES_IN_FLIGHT], program.lineup(number)
+        return Windows(self._group, memory, number, *sizes, lineup, program.headers(number))
 
     def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
         """Unpack and pack in one step, unless this rank's next window overlaps windows that other ranks have sent."""
@@ -215,7 +214,6 @@ class _Exchange:
         passing = [
             arrived.all if arrived else self._nothing,
             following.stamped(state, str(self._failure or "")) if following else self._nothing,
-            arrived.headers if arrived else self._nothing,
             following.own if following else self._nothing,
         ]
         self._outputs.run(step, self._held.read_by(step), passing, self._group.device)

@@ -21,11 +21,10 @@ from mcore_bridge.weights.plan.stream import HEADER, WindowRun, WindowSlice
 from mcore_bridge.weights.transfer.collectives import Lineup, lineup
 from mcore_bridge.weights.transfer.copier import CopyTable
 
-WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
+WINDOWS, HEADER_SENT, OWN_WINDOWS, OUTPUTS = range(4)
 """Buffers of a step; their numbers follow the numbers of the tensors that this rank holds.
 
-In this order: the arrived windows, this rank's header, the headers of all ranks, this rank's windows of the next
-message, and then outputs.
+In this order: the arrived windows, this rank's header, this rank's windows of the next message, and then outputs.
 """
 
 
@@ -81,6 +80,7 @@ class Program:
         """For each of ``names`` the place of its parameter in ``parameters``."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
+        self._headers: dict[Lineup, CopyTable] = {}
         self._known: dict[tuple[object, ...], list[list[ByteCopy]]] = {}
 
     @cached_property
@@ -125,6 +125,16 @@ class Program:
         """The positions of the windows of a message after their arrival."""
         return lineup(self.received(number), self.num_stages)
 
+    def headers(self, number: int) -> CopyTable:
+        """The copies of the headers of a message, from its windows to uint8 [ranks, HEADER].
+
+        This rank's header is left out: its memory may already belong to the next message.
+        """
+        windows = self.lineup(number)
+        if windows not in self._headers:
+            self._headers[windows] = CopyTable(_of_headers(windows, self.rank))
+        return self._headers[windows]
+
     def sent(self, number: int) -> tuple[int, ...]:
         """Bytes of this rank's window for each receiver, or of its single window for all receivers."""
         return tuple(plan.messages[number].widths[self.rank] for plan in self.plans)
@@ -145,7 +155,7 @@ class Program:
 
         Args:
             arrived, following: the numbers of the message to unpack and of the message to pack.
-            unpack, pack: whether to do this; otherwise only headers are copied.
+            unpack, pack: whether to do this; otherwise only this rank's header is copied.
             lend: do not copy outputs that lie whole in a window.
         """
         key = (arrived, following, unpack, pack, lend)
@@ -158,12 +168,10 @@ class Program:
         held: set[int] = set()
         outputs: dict[int, list[ByteCopy]] = {}
         lent: dict[int, int] = {}
-        if arrived is not None:
-            byte_copies += self._headers_arrived(self.lineup(arrived))
-            if unpack:
-                outputs = dict(self._written(arrived))
-                pieces = self.plan.messages[arrived].pieces_of(self.rank)
-                held |= {self._number(self.plan.payload.entries[piece.entry]) for piece in pieces}
+        if arrived is not None and unpack:
+            outputs = dict(self._written(arrived))
+            pieces = self.plan.messages[arrived].pieces_of(self.rank)
+            held |= {self._number(self.plan.payload.entries[piece.entry]) for piece in pieces}
             done = self.plan.messages[arrived].done if lend else ()
             lent = {number: outputs.pop(number)[0].source_start for number in done if self._is_whole(number, outputs)}
             for buffer, of_output in enumerate(outputs.values(), len(self.names) + OUTPUTS):
@@ -211,15 +219,6 @@ class Program:
         """Consecutive bytes between two of the buffers of a step."""
         first = len(self.names)
         return ByteCopy(first + source, source_start, first + target, target_start, 1, size, 1, size, 1, size, 1)
-
-    def _headers_arrived(self, windows: Lineup) -> Iterator[ByteCopy]:
-        """Yield the copies of all headers except this rank's, which may already belong to the next message."""
-        for row in windows.rows:
-            end = row.first + row.length
-            for first, last in ((row.first, min(end, self.rank)), (max(row.first, self.rank + 1), end)):
-                if first < last:
-                    header = self._run(WINDOWS, windows.starts[first], HEADERS, first * HEADER)
-                    yield header._replace(rows=last - first, source_row=row.distance or HEADER)
 
     def _packed(self, entry: ParamEntry, piece: WindowSlice, window: int) -> Iterator[ByteCopy]:
         target, start = len(self.names) + OWN_WINDOWS, window + piece.start
@@ -269,6 +268,15 @@ class Program:
                 by_part[part] += ByteCopy.of(box, entry.held.dtype.itemsize) if box else ()
             self._known[key] = [stacked(byte_copies) for byte_copies in by_part]
         return self._known[key]
+
+
+def _of_headers(windows: Lineup, rank: int) -> Iterator[ByteCopy]:
+    for row in windows.rows:
+        end = row.first + row.length
+        for first, last in ((row.first, min(end, rank)), (max(row.first, rank + 1), end)):
+            if first < last:
+                start, distance = windows.starts[first], row.distance or HEADER
+                yield ByteCopy(0, start, 1, first * HEADER, last - first, HEADER, 1, distance, 1, HEADER, 1)
 
 
 def _runs(program: Program) -> Iterator[tuple[ParamEntry, WindowRun]]:

@@ -15,10 +15,14 @@ from torch import Tensor
 
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.weights.plan.stream import HEADER
-from mcore_bridge.weights.transfer.collectives import Lineup
+from mcore_bridge.weights.transfer.copier import Buffers
 
 if TYPE_CHECKING:
-    from mcore_bridge.weights.transfer.collectives import Group
+    from mcore_bridge.weights.transfer.collectives import Group, Lineup
+    from mcore_bridge.weights.transfer.copier import CopyTable
+
+
+NOTHING = Buffers([])
 
 
 class State(IntEnum):
@@ -45,8 +49,15 @@ class Memory:
         self.room = room
         self.all, self.own = map(allocate, room)
         self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)
+        self.buffers = Buffers([self.all, self.headers])
+        """The buffers between which headers are copied. A kernel gets their addresses only once."""
         self.arrived = torch.cuda.Event() if on_gpu else None
         self._stamps: dict[tuple[State, str], Tensor] = {}
+
+    def free(self) -> None:
+        """Free the memory of windows."""
+        self.all = self.own = self.all.new_empty(0)
+        self.buffers = NOTHING
 
     def header(self, state: State, message: str) -> Tensor:
         """The header for a state and a message: uint8 [HEADER]."""
@@ -67,16 +78,22 @@ class Windows:
         received: bytes of the window of each rank.
         sent: bytes of this rank's window for each rank; one number if one window is for all.
         lineup: where the received windows lie.
+        headers: copies their headers.
     """
 
     def __init__(
-        self, group: Group, memory: Memory, number: int, received: Sequence[int], sent: Sequence[int], lineup: Lineup
+        self,
+        group: Group,
+        memory: Memory,
+        number: int,
+        received: Sequence[int],
+        sent: Sequence[int],
+        lineup: Lineup,
+        headers: CopyTable,
     ) -> None:
         self._group, self._memory, self._received, self._sent = group, memory, received, sent
-        self._columns = lineup.columns
+        self._columns, self._headers = lineup.columns, headers
         self.number = number
-        self.headers = memory.headers
-        """Destination of the headers of all windows, which ``states`` reads: uint8 [ranks, HEADER], on the host."""
         start = lineup.starts[group.rank]
         self.all = memory.all[: sum(received)]
         """The windows of all ranks, lined up."""
@@ -102,14 +119,17 @@ class Windows:
         while self._works:  # each work object keeps memory alive, so drop it
             self._works.pop().wait()
 
+    def read_headers(self) -> None:
+        """Begin to copy the headers to the host. ``states`` waits for this, and not until windows are unpacked."""
+        memory, device = self._memory, self.all.device
+        self._headers.run(memory.buffers, NOTHING, device)
+        if memory.arrived is not None:
+            memory.arrived.record(torch.cuda.current_stream(device))
+
     def leave(self) -> None:
         """Free the memory, after all windows are unpacked."""
-        self.all = self.own = self._memory.all = self._memory.own = self.all.new_empty(0)
-
-    def mark(self) -> None:
-        """Make ``states`` wait for all work that is enqueued so far."""
-        if self._memory.arrived is not None:
-            self._memory.arrived.record(torch.cuda.current_stream(self._memory.all.device))
+        self.all = self.own = self.all.new_empty(0)
+        self._memory.free()
 
     def stamped(self, state: State, message: str = "") -> Tensor:
         """The header with the state of this rank, for other ranks."""
@@ -117,10 +137,10 @@ class Windows:
         return self._memory.header(state, message)
 
     def states(self) -> tuple[bool, list[str]]:
-        """Whether all ranks only send, and the message of each rank that has failed, read from ``headers``."""
+        """Whether all ranks only send, and the message of each rank that has failed, by their headers."""
         if self._memory.arrived is not None:
             self._memory.arrived.synchronize()
-        headers, own = self.headers.numpy(), self._group.rank
+        headers, own = self._memory.headers.numpy(), self._group.rank
         states = bytearray(headers[:, 0].tobytes())  # from thousands of ranks, with each message
         states[own], message = self._own_state  # its row may already belong to the next message
         failures = [""] * len(states)
