@@ -68,6 +68,15 @@ class ToHF(ModelConversion):
         form = self.encoder.form
         return not_built_of(self.model.provenance, self.model.mapping, mtp=self.mtp, form=form)
 
+    @cached_property
+    def written(self) -> tuple[ParamEntry, ...]:
+        """The parameters, with all HF names under which they are written."""
+        more = self.not_built.repeated
+        return tuple(
+            replace(entry, copies=(*entry.copies, *more[entry.hf[0]])) if entry.hf[0] in more else entry
+            for entry in self.model.entries
+        )
+
     @property
     def copied_names(self) -> tuple[str, ...]:
         """See ``Conversion``."""
@@ -91,7 +100,7 @@ class ToHF(ModelConversion):
     @property
     def numels(self) -> Sequence[int]:
         """See ``Conversion``. The tensors are HF's, copied ones included."""
-        own = chain.from_iterable(map(self.encoder.numels, specs_of(self.model.entries)))
+        own = chain.from_iterable(map(self.encoder.numels, specs_of(self.written)))
         return [*own, *(spec.numel for spec in self.not_built.specs)]
 
     def _all_specs(self) -> Iterator[TensorSpec]:
@@ -116,7 +125,7 @@ class ToHF(ModelConversion):
                 writer.write(name, 0, tensor.contiguous().flatten().view(torch.uint8))
                 progress(tensor.nbytes)
             for param in self.units[number] if number < len(self.units) else ():
-                entry = self.model.entries[param]
+                entry = self.written[param]
                 for part, tensor in self.parts(param):
                     for name in (part.name, *(entry.copies if part == parts_of(entry)[0] else ())):
                         matrix = Matrix(name, part.index, entry.stack)
@@ -146,7 +155,7 @@ class ToHF(ModelConversion):
 
     def _specs(self, number: int) -> list[TensorSpec]:
         units = self.units[number] if number < len(self.units) else ()
-        plain = specs_of(self.model.entries[param] for param in units)
+        plain = specs_of(self.written[param] for param in units)
         return [*chain.from_iterable(map(self.encoder.specs, plain)), *self._copied_in(number)]
 
     def _copied_in(self, number: int) -> tuple[TensorSpec, ...]:

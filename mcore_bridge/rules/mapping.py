@@ -206,6 +206,8 @@ class WeightMapping:
     """How many MTP layers the model has. A checkpoint may have more MTP layers, which are not built."""
     mtp: tuple[str, ...] = ()
     """HF names, as ``fnmatch`` patterns, of tensors in MTP layers that are not built and have no rule."""
+    repeated: tuple[tuple[str, str], ...] = ()
+    """HF names of copies of the embedding or the head in MTP layers that are not built, each with its parameter."""
     copies_mtp: bool = True
     """Whether a save copies the MTP layers that are not built."""
     _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
@@ -341,6 +343,11 @@ class WeightMapping:
 
     def _is_of_other_part(self, hf: str) -> bool:
         return bool(self.text) and (not hf.startswith(self.text) or hf.startswith(self.not_built))
+
+    def repeated_by(self, hf: str) -> str | None:
+        """The HF name of the tensor that a tensor of an MTP layer that is not built repeats, if it does."""
+        rules = (self._by_mcore.get(mcore) for name, mcore in self.repeated if name == hf)
+        return next((rule.hf[0] for rule in rules if rule is not None), None)
 
     def is_copy(self, hf: str) -> bool:
         """Whether an HF name is a second name of a tensor, under which a save writes it again."""

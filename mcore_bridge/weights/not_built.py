@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -20,6 +21,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.files.sources import SourceFolders
 from mcore_bridge.weights.source.source import Source, open_folder
+from mcore_bridge.weights.source.tied_tensors import are_equal
 from mcore_bridge.weights.source.weight_format import PLAIN, WeightFormat
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class NotBuilt:
         mtp: the names of such tensors in MTP layers.
         sources: the state of the folder when its tensors were listed.
         is_raw: whether encoded tensors are copied as the folder stores them.
+        repeated: by the name of the embedding or the head, the names in MTP layers under which the folder has it once
+            more. A save writes the trained tensor there, as MTP layers of megatron-core share it.
     """
 
     specs: tuple[TensorSpec, ...] = ()
@@ -53,6 +57,19 @@ class NotBuilt:
     mtp: tuple[str, ...] = ()
     sources: SourceFolders = field(default_factory=SourceFolders)
     is_raw: bool = False
+    repeated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def repeats(self, specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+        """The specs of all repeated tensors, given the specs of the tensors that are built."""
+        for spec in specs:
+            yield from (TensorSpec.of(name, spec) for name in self.repeated.get(spec.name, ()))
+
+    def with_repeats(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The pairs of an export, and behind each of them the same tensor under the names that repeat it."""
+        with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
+            for name, tensor in pairs:
+                yield name, tensor
+                yield from ((other, tensor) for other in self.repeated.get(name, ()))
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` for each of ``names``, decoded if needed; see ``Source.pairs``."""
@@ -97,12 +114,17 @@ def not_built_of(
     left_out = mapping.is_unbuilt_mtp if mtp == "dropped" or _differs(provenance) else lambda name: False
     specs: list[TensorSpec] = []
     in_mtp: list[str] = []
+    repeated: dict[str, tuple[str, ...]] = {}
     source = form.source or open_folder(folder)
     for name in source:
         if mapping.is_not_built(name) and not left_out(name):
+            own = mapping.repeated_by(name)
+            if own is not None and own in source and own not in form.files and are_equal(source, own, name):
+                repeated[own] = (*repeated.get(own, ()), name)
+                continue
             specs += source.raw_specs(name) if form.source else (TensorSpec.of(name, source[name]),)
             in_mtp += [name] if mapping.is_unbuilt_mtp(name) else []
-    return NotBuilt(tuple(specs), folder, tuple(in_mtp), sources, form.source is not None)
+    return NotBuilt(tuple(specs), folder, tuple(in_mtp), sources, form.source is not None, repeated)
 
 
 def _require_folder(folder: str | None) -> None:

@@ -197,11 +197,14 @@ class Provenance:
         if tied:
             rules = tuple(replace(rule, mcore=EMBEDDING) if _is_written_again(rule) else rule for rule in rules)
         unbuilt = tuple(respelled_name(name, self.spelling) for name in architecture_of(self.hf).mtp(self.hf))
+        repeated: tuple[tuple[str, str], ...] = ()
         if not mtp:
-            unbuilt = (*unbuilt, *(name for rule in rules if _is_written_again(rule) for name in rule.hf))
+            repeated = tuple((name, rule.mcore) for rule in rules if _is_written_again(rule) for name in rule.hf)
+            unbuilt = (*unbuilt, *(name for name, _ in repeated))
             rules = tuple(rule for rule in rules if not _is_written_again(rule))
         is_lm = self.head == "lm"
         parts: dict[str, Any] = {**self._parts(), "num_mtp_layers": mtp, "mtp": unbuilt, "copies_mtp": is_lm}
+        parts["repeated"] = repeated
         if not is_lm:
             # A causal LM has no score: we skip its LM head, and our new head keeps its random values. In transformers,
             # too, ...ForSequenceClassification and ...ForTokenClassification have no lm_head.

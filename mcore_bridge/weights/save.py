@@ -160,17 +160,17 @@ def save_hf_checkpoint(
         with together():
             specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
             not_built = not_built_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp, form=form)
-            specs = specs.with_tensors(not_built.specs)
+            specs = specs.with_tensors([*not_built.repeats(specs), *not_built.specs])
             if world.rank == 0 and is_source(models, target):
                 require_held(target, *plain_dtypes(target, specs))
                 _warn(f"{target} is a folder that these models came from: this save replaces its weights")
-        require_alike(world, {"number of tensors to copy from the folder of the model": len(not_built.specs)})
+        require_alike(world, {"number of tensors, with those copied from the folder of the model": len(specs)})
         with together():
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
             files = opened.enter_context(ExitStack())
             writers = open_files([shard for shard in shards if shard.rank == world.rank], update.new, files)
         writing = _FolderWriting(update, files, writers, shards, specs, not_built, provenance, form, keep)
-        pairs = iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes)
+        pairs = not_built.with_repeats(iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes))
         return run_save(writing, pairs, specs, world, opened, slot_bytes=slot_bytes, host_bytes=host_bytes, wait=wait)
 
 

@@ -64,6 +64,10 @@ def test_layers_for_multi_token_prediction_come_back_when_they_are_asked_for(nam
         copies = {each for entry in converted.conversion.model.entries for each in entry.copies}
         own = {name for name in state if mtp_checkpoints.is_mtp(hf, name)}
         assert set(converted.conversion.ignored) == (copies if number else own)
+    old = written({name: torch.zeros_like(tensor) for name, tensor in state.items()}, hf, tmp_path / "old")
+    convert(tmp_path / "dist0", tmp_path / "trained", hf=old, on_event=quiet)
+    expected = {name: state[name] if name not in own - copies else torch.zeros_like(state[name]) for name in state}
+    assert_exact(tmp_path / "trained", expected)  # copies of embedding and head are those of the model, not of ``old``
     for number, options in enumerate(({"hf": source, "mtp": "dropped"}, {})):
         convert(tmp_path / "dist0", tmp_path / f"bare{number}", **options, on_event=quiet)
         assert_exact(tmp_path / f"bare{number}", {name: state[name] for name in state.keys() - own})
