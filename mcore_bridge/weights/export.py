@@ -87,8 +87,8 @@ def iter_hf_weights(
         quantize: None yields plain tensors. "as_published" yields what the folder of the model has: codes and scales of
             encoded weights under its names, and all other tensors in its dtypes. A folder of another release of this
             model gives its format instead, and a ``quantization_config`` (a dict as in config.json) a new one. Ranks
-            encode their own shards, so codes travel. ``dtype`` applies to plain tensors. See
-            docs/guide/quantized.md.
+            encode their own shards, so codes travel. ``dtype`` applies to plain tensors. A rank's codes for three
+            messages take further memory. See docs/guide/quantized.md.
 
     Yields:
         HF names, each with its tensor in the shape of the HF checkpoint, or the slice that ``target`` selects.
