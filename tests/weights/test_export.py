@@ -1,6 +1,7 @@
 """Exports over real gloo processes: equal bits on every rank, and no rank waits forever if another stops or fails."""
 
 import itertools
+import re
 from contextlib import closing
 from typing import NamedTuple
 from unittest import mock
@@ -415,6 +416,32 @@ def test_a_rank_without_memory_for_messages_leaves_nobody_waiting():
     messages = pool.run(4, begin_without_memory, 1, timeout=60)
     assert len(set(messages)) == 1
     assert messages[0].startswith("rank 1 of the group: TypeError: ")
+
+
+def read_headers_without_memory(rank):
+    """One rank cannot read the headers of its second message at first."""
+    from mcore_bridge.weights.transfer.windows import Windows
+
+    models, state = built()
+    read, numbers = Windows.read_headers, []
+
+    def read_or_raise(windows):
+        numbers.append(windows.number)
+        if dist.get_rank() == rank and numbers.count(1) == 1 and windows.number == 1:
+            raise MemoryError("no memory")
+        read(windows)
+
+    Windows.read_headers = read_or_raise
+    with pytest.raises(ExportError) as raised:
+        mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
+    Windows.read_headers = read
+    assert_exact(mb.to_hf_state_dict(models), state)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_read_headers_leaves_nobody_waiting():
+    (message,) = {*pool.run(4, read_headers_without_memory, 1, timeout=60)}
+    assert re.match(r"rank 1 of the group: MemoryError in the message of .*: no memory", message)
 
 
 def change_and_export(change):

@@ -293,7 +293,7 @@ class WrittenByRanks(AcrossRanks):
                 if group.device.type == "cuda":
                     torch.cuda.current_stream(group.device).synchronize()
             if maker is not None:
-                maker.check()
+                maker.check(waits=True)
         assert last is not None
         self._last = _Copied(group, last)
         last.allocations.wholes = []  # a trainer may free or move them

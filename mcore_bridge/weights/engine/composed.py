@@ -251,7 +251,7 @@ class MapWriter(ABC):
             self.last = LastRound(sources.program, sources.parameters.allocations, sources.maker, repeats, device)
         self._held = None
         if self.last is not None and self.last.maker is not None:
-            self.last.maker.check()  # before the engine counts the round as written
+            self.last.maker.check(waits=True)  # before the engine counts the round as written
         self.complete()
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:

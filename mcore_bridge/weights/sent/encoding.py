@@ -232,7 +232,7 @@ def encoded_tensors(
     if blocks is not None and runs_kernel(weight.device):
         encoder = ShardEncoder.of_shard(KernelShard(blocks, roles["scales"], 0, 0, 1), form, weight.device)
         (made,) = encoder.make((0, 1), Buffers([weight.contiguous()] * 2))
-        encoder.check()
+        encoder.check(waits=True)
         ready = dict(zip(("codes", "scales"), made.tensors(), strict=True))
     else:
         shard = EncodedShard(roles, 0, weight, None, form)

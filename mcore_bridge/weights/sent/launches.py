@@ -192,8 +192,8 @@ class ShardEncoder:
     launches: dict[tuple[int, ...] | None, list[EncodeLaunch]]
     rows: RowSizes = field(default_factory=lambda: NO_ROWS)
     places: RowPlaces | None = None
-    _waiting: deque[list[tuple[EncodeLaunch, Tensor, torch.cuda.Event]]] = field(default_factory=deque)
-    """The launches of each call of ``make``, with their flags and the event after which these are known."""
+    _waiting: deque[tuple[EncodeLaunch, Tensor, torch.cuda.Event]] = field(default_factory=deque)
+    """Launches with their flags, and the event after which these are known."""
 
     @classmethod
     def of_shard(cls, shard: KernelShard, form: WeightFormat, device: torch.device) -> ShardEncoder:
@@ -220,8 +220,6 @@ class ShardEncoder:
             shards = self.shards.values() if key is None else map(self.shards.__getitem__, key)
             rows = places.rows if places is not None else {}
             known[key] = launches_of(dict.fromkeys(shards), self.form, frozenset(self.merges), rows)
-        launched: list[tuple[EncodeLaunch, Tensor, torch.cuda.Event]] = []
-        self._waiting.append(launched)
         for launch in known[key]:
             with torch.cuda.device(self.device), torch.no_grad():
                 of_merges = [shard.codes for shard in launch.shards if shard.codes in self.merges]
@@ -229,7 +227,7 @@ class ShardEncoder:
                 sources = held.with_others([Made.of(merged)]) if merged else held
                 memory = None if places is None else places.memory
                 made, are_wrong = launch.run(sources, self.form, self.device, memory)
-                launched.append((launch, *self._on_host(are_wrong)))
+                self._waiting.append((launch, *self._on_host(are_wrong)))
             yield made
 
     @property
@@ -264,11 +262,11 @@ class ShardEncoder:
         event.record(torch.cuda.current_stream(self.device))
         return flags, event
 
-    def check(self, but: int = 0) -> None:
-        """See ``Maker``: the numbers of all launches were finite."""
-        while len(self._waiting) > but:
-            for done, flags, event in self._waiting.popleft():
-                event.synchronize()
-                if (wrong := flags.nonzero()).numel():
-                    self._waiting.clear()  # a check of other numbers must not meet them
-                    raise not_finite(done.shards[int(wrong[0])].part)
+    def check(self, *, waits: bool) -> None:
+        """See ``Maker``: the numbers of launches were finite."""
+        while self._waiting and (waits or self._waiting[0][-1].query()):
+            done, flags, event = self._waiting.popleft()
+            event.synchronize()
+            if (wrong := flags.nonzero()).numel():
+                self._waiting.clear()  # a check of other numbers must not meet them
+                raise not_finite(done.shards[int(wrong[0])].part)

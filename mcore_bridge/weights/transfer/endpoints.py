@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 from mcore_bridge.errors import ExportError
 from mcore_bridge.machine import uncollected
 from mcore_bridge.weights.plan.boxes import WIDEST, ByteCopy, Rows, RowSizes
-from mcore_bridge.weights.plan.export_plan import MESSAGES_IN_FLIGHT, SLAB, ExportPlan, Message
+from mcore_bridge.weights.plan.export_plan import SLAB, ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers, Made, PlacedMaker, RowPlaces
 from mcore_bridge.weights.transfer.program import Program, Step
@@ -22,8 +22,6 @@ from mcore_bridge.weights.transfer.quantized_parameters import memory_of_all
 Merge = Callable[[Tensor], Tensor]
 """A function from a tensor of this rank to the tensor that is sent in its place."""
 _NBYTES = attrgetter("nbytes")
-_UNCHECKED = MESSAGES_IN_FLIGHT + 1
-"""How many messages may still be encoded when the next one is packed. All before them have arrived, so nobody waits."""
 
 
 def check_storage(tensors: Mapping[str, Tensor]) -> None:
@@ -84,8 +82,8 @@ class Maker(Protocol):
     def make(self, numbers: Sequence[int] | None, held: Buffers) -> Iterator[Made]:
         """Make tensors of these numbers, or all, from the tensors of this rank. What comes with them is made, too."""
 
-    def check(self, but: int = 0) -> None:
-        """Raise ``ExportError`` if something could not be made; of the newest ``but`` calls of ``make`` nobody asks."""
+    def check(self, *, waits: bool) -> None:
+        """Raise ``ExportError`` if something could not be made. What the GPU still makes is left out, or waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +147,15 @@ class Sources:
             yield Made.of({number: self._merges[number](self._own[self._made_of[number]])})
         if self.maker is not None and (others := [number for number in numbers if number not in self._merges]):
             yield from self.maker.make(others, self._buffers)
-            self.maker.check(_UNCHECKED)
 
     def leave_to_engine(self) -> None:
         """Make nothing of what the maker makes, since the process of an engine does it."""
         self.maker, self._unmade = None, frozenset(self._merges)
+
+    def check(self, *, waits: bool) -> None:
+        """See ``Maker``."""
+        if self.maker is not None:
+            self.maker.check(waits=waits)
 
     def passed(self, message: int) -> None:
         """Free tensors that were made and that no message soon after this one needs; after the last one, check all.
@@ -161,8 +163,8 @@ class Sources:
         Raises:
             ExportError: when something could not be made.
         """
-        if self.maker is not None and message == self._last:
-            self.maker.check()
+        if message == self._last:
+            self.check(waits=True)
         idle = self._made.keys() & self.program.idle_after.get(message, ()) if self._made else ()
         for number in idle:
             del self._made[number]

@@ -69,9 +69,12 @@ def run_messages(
     """
     if group.size == 1:
         sources = Sources(program, held)  # before a receiver has to be ready
-        for number, pairs in enumerate(run_alone(*into(sources, group.device), sources.read_by, group.device)):
-            sources.passed(number)
-            yield pairs
+        try:
+            for number, pairs in enumerate(run_alone(*into(sources, group.device), sources.read_by, group.device)):
+                sources.passed(number)
+                yield pairs
+        finally:  # the consumer may have stopped with codes that the GPU was still making
+            sources.check(waits=True)
         return
     exchange = None
     with raise_on_all(group, kind=ExportError):  # such as out of memory: other ranks must be informed before they wait
@@ -122,7 +125,8 @@ class _Exchange:
         self._closed = False
         self._failure: ExportError | None = None
         first = self._following(0)
-        self._steps(None, first)  # now, while a rank that cannot copy bytes at all can still report it
+        first.read_headers()  # now, while a rank that cannot copy bytes at all can still report it
+        self._steps(None, first)
         self._sent.append(first)
 
     def messages(self) -> Generator[Pairs, None, None]:
@@ -134,9 +138,9 @@ class _Exchange:
             for number, message in enumerate(self._messages):
                 windows = self._arrived = self._sent.popleft()
                 windows.wait()
-                windows.read_headers()
                 self._advance(windows, None if self._lends else number + MESSAGES_IN_FLIGHT)
                 all_closed, failures = windows.states()
+                self._check(number)
                 ends = all_closed or any(failures)
                 try:
                     if not (ends or self._closed or self._failure):
@@ -152,6 +156,13 @@ class _Exchange:
             for windows in self._sent:  # the same messages on every rank, since all ranks read equal states
                 windows.wait()
         require_all(self._group, str(self._failure or ""))  # no window was left to carry the state
+
+    def _check(self, number: int) -> None:
+        """Fail if a number of a message that has arrived could not be encoded. Its launches are done by now."""
+        try:
+            self._held.check(waits=False)
+        except ExportError as problem:
+            self._fail(problem, number)
 
     def _yielded(self, message: Message) -> Pairs:
         """Yield the tensors that a message completes. If the consumer throws an error into this, all ranks fail."""
@@ -197,7 +208,12 @@ class _Exchange:
         return Windows(self._group, memory, number, *sizes, lineup, program.headers(number))
 
     def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
-        """Unpack and pack in one step, unless this rank's next window overlaps windows that other ranks have sent."""
+        """Unpack and pack in one step, unless this rank's next window overlaps windows that other ranks have sent.
+
+        Headers are read first.
+        """
+        if arrived:
+            arrived.read_headers()
         if arrived and following and following.overlaps(arrived):
             self._step(arrived, None)
             self._step(None, following)

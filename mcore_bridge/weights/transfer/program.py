@@ -128,7 +128,7 @@ class Program:
     def headers(self, number: int) -> CopyTable:
         """The copies of the headers of a message, from its windows to uint8 [ranks, HEADER].
 
-        This rank's header is left out: its memory may already belong to the next message.
+        This rank's header is left out. It does not travel if each rank sends one window to each receiver.
         """
         windows = self.lineup(number)
         if windows not in self._headers:

@@ -142,7 +142,7 @@ class Windows:
             self._memory.arrived.synchronize()
         headers, own = self._memory.headers.numpy(), self._group.rank
         states = bytearray(headers[:, 0].tobytes())  # from thousands of ranks, with each message
-        states[own], message = self._own_state  # its row may already belong to the next message
+        states[own], message = self._own_state  # its row is never copied
         failures = [""] * len(states)
         if State(max(states)) is State.FAILED:
             for rank in (rank for rank, state in enumerate(states) if state == State.FAILED):
