@@ -20,6 +20,7 @@ from mcore_bridge.config.rope_spelling import is_by_kind, respelled, speaks_rope
 from mcore_bridge.errors import ConfigError, shown
 from mcore_bridge.foreign_files import Hook, read_json
 from mcore_bridge.installed import plugins
+from mcore_bridge.rules.dtypes import AUTO
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,6 +51,8 @@ _OTHER_FORMATS = {
     "params.json": ("the original format of Llama and Mistral is not read", _OF_TRANSFORMERS),
 }
 """Files of folders without a config.json, as patterns, with their format and a file to pass instead."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Short names of dtypes in configs, each with its name in torch."""
 _KINDS = ("type", "rope_type")
 _ROPES = {"su": "longrope", "deepseek_yarn": "yarn"}
 """Names of rope types that Phi-3 had at first, and that Sarvam has, each with its name in transformers."""
@@ -334,8 +337,14 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
     if "torch_dtype" in fields:
         old = fields.pop("torch_dtype")
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
-    if isinstance(name := fields.get("dtype"), str) and not isinstance(getattr(torch, name, None), torch.dtype):
-        del fields["dtype"]  # such as "auto", for which transformers raises; the argument dtype decides anyway
+    if isinstance(name := fields.get("dtype"), str):
+        fields["dtype"] = name = _DTYPES.get(name, name.removeprefix("torch."))
+        if name == AUTO:  # for which transformers raises
+            del fields["dtype"]
+        elif not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ConfigError(
+                f"dtype must name a dtype of torch, such as 'bfloat16', found {name!r}: correct it in the config"
+            )
     if isinstance(rope := fields.get("rope_scaling"), dict):
         kinds = {key: _ROPES.get(str(rope[key]), rope[key]) for key in _KINDS if key in rope}
         fields["rope_scaling"] = {**rope, **kinds}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mcore_bridge.arguments import FLAG, LEAST_0, Kind, accepts_former_names, problem_of, require
+from mcore_bridge.config.layer_kinds import held_mtp_layers
 from mcore_bridge.config.quantization import Quantize
 from mcore_bridge.engines.channel import HANDSHAKE, Listener, WorkerLine, own_host
 from mcore_bridge.engines.engine_worker import Identity
@@ -239,6 +240,12 @@ class WeightSync:
             )
         if drafts is None:
             return None
+        with raise_on_all(self._group, ALL_GO_ON, TransferError):
+            if drafts == self._models and not held_mtp_layers(vars(chunks_of(drafts)[0].config)):
+                raise TransferError(
+                    "drafts=models means MTP layers of these models, found none: build them with "
+                    'overrides={"mtp_num_layers": 1}, or pass what build_draft returns'
+                )
         sync = WeightSync(drafts, **how)
         sync._target = "draft"
         return sync

@@ -161,11 +161,22 @@ def test_a_folder_of_another_format_is_told_from_an_empty_one(file: str, message
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bf16", "torch.bfloat16", "nn"])
-def test_a_dtype_that_torch_lacks_is_left_out(dtype: str, tmp_path: Path) -> None:
-    """transformers raises an error of Python. The argument ``dtype`` decides what is built."""
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("auto", None), ("bf16", torch.bfloat16), ("fp32", torch.float32), ("torch.half", torch.half)],
+)
+def test_a_dtype_that_transformers_does_not_spell_so_is_read(
+    dtype: str, expected: torch.dtype | None, tmp_path: Path
+) -> None:
+    """In an earlier version ``dtype="auto"`` built such models in bf16, whatever their files had."""
     config = read({**family("llama"), "torch_dtype": dtype}, tmp_path)
-    assert config.dtype is None
+    assert config.dtype == expected
+
+
+@pytest.mark.parametrize("dtype", ["nn", "float12", ""])
+def test_a_dtype_that_torch_lacks_is_refused(dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"dtype must name a dtype of torch, such as 'bfloat16', found '{dtype}'"):
+        read({**family("llama"), "torch_dtype": dtype}, tmp_path)
 
 
 def test_a_family_of_a_later_transformers_is_told_from_an_unknown_one(tmp_path: Path) -> None:

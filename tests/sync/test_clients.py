@@ -27,17 +27,17 @@ from mcore_bridge.engines.engine_worker import worker_name
 from mcore_bridge.engines.vllm import Draft
 from mcore_bridge.errors import TransferError
 from mcore_bridge.sync.clients import call_of
-from tests.support import pool
+from tests.support import mtp_checkpoints, pool
 from tests.support.strategies import tiny
 
 HEAD = "lm_head.weight"
 
 
-def model_and_worker(seed=0):
+def model_and_worker(hf=None, **options):
     dims = mb.ParallelDims()
     dims.initialize(device="cpu")
-    hf = tiny("qwen3", tie_word_embeddings=False)
-    models = mb.build_model(hf, dims=dims, device="cpu", load_weights=False)
+    hf = hf or tiny("qwen3", tie_word_embeddings=False)
+    models = mb.build_model(hf, dims=dims, device="cpu", load_weights=False, **options)
     head = torch.nn.Linear(hf.hidden_size, hf.vocab_size, bias=False)
     load = lambda pairs: head.weight.data.copy_(dict(pairs)[HEAD])  # noqa: E731
     return models, head.weight, EngineWorker(head, load, name="a head, worker 0 of 1")
@@ -378,7 +378,12 @@ def together():
             assert second.versions() == [str(number)]
         verified = sync.verify(weights=True).weights
         assert [worker.target for worker in verified] == ["draft", "draft", "policy", "policy"]
-    with mb.WeightSync(models, [first, second], drafts=models, timeout=30) as sync:  # as of MTP layers
+    with pytest.raises(TransferError, match="drafts=models means MTP layers of these models, found none: build them"):
+        mb.WeightSync(models, first, drafts=models)
+    models, _, _ = model_and_worker(mtp_checkpoints.config("deepseek_v3"), overrides={"mtp_num_layers": 1})
+    heads["policy"] = models[0].output_layer.weight
+    first, second = (TwoModels(heads["policy"].shape) for _ in range(2))
+    with mb.WeightSync(models, [first, second], drafts=models, timeout=30) as sync:
         step(0)
         sync()
         assert torch.equal(second.weights["draft"], heads["policy"])

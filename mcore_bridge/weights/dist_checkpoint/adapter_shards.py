@@ -54,18 +54,20 @@ def description(adapters: Adapters) -> dict[str, Any]:
 def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
     """Raise ``CheckpointError`` if a checkpoint describes other adapters than the model has.
 
+    Modules that the chunks of this rank do not have do not count: a folder may name none of them, and targets all.
+
     Args:
         saved: the description in the checkpoint; None if there is none.
     """
-    ours = description(adapters)
-    if saved is not None and saved != ours:
-        theirs = {**saved, **saved["modules"]}
-        ours |= ours["modules"]
-        different = [
-            f"{key} {theirs.get(key)} there and {ours.get(key)} here"
-            for key in sorted({*theirs, *ours} - {"modules"})
-            if theirs.get(key) != ours.get(key)
-        ]
+    if saved is None:
+        return
+    held = {adapters.mapping.rule_of(name).mcore for name in adapters.names}
+    ours, theirs = description(adapters), {**saved, **saved["modules"]}
+    ours |= {module: hf for module, hf in ours.pop("modules").items() if module in held}
+    different = [
+        f"{key} {theirs.get(key)} there and {own} here" for key, own in sorted(ours.items()) if theirs.get(key) != own
+    ]
+    if different:
         raise CheckpointError(
             f"the checkpoint has other adapters than the model: {'; '.join(different[:8])}. Call add_adapters with the "
             "arguments of the run that wrote it"
