@@ -89,6 +89,12 @@ def go_on(folder, target):
         steps += [step(), step()]
         results = [(steps, saved, adapters(models))]
         each_has_its_own_keys(models[0].module)
+    with stepping.mesh(dims):
+        (chunk,) = build(folder, dims)
+        models, optimizer, _ = optimized([chunk.requires_grad_()], dims)
+        lacks = r"lacks \d+ states of this optimizer, such as optimizer\.state\.exp_avg\..*: freeze what its run had"
+        with pytest.raises(CheckpointError, match=lacks):
+            mb.load_checkpoint(models, target / "all", optimizer=optimizer)
     for number, sizes in enumerate(THERE):
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):

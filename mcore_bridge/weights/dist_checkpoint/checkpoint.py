@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.arguments import COUNT, FLAG, MAPPING, require
-from mcore_bridge.errors import CheckpointError, describe
+from mcore_bridge.errors import CheckpointError, describe, plural
 from mcore_bridge.rules.dtypes import DtypeLike, as_dtype, has_overflown, warn_of_overflow
 from mcore_bridge.weights.bound import provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
@@ -286,6 +286,7 @@ def load_checkpoint(
         of_optimizer: dict[str, Any] = {}
         if optimizer is not None:
             of_optimizer["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
+            _require_states(of_optimizer, checkpoint)
         buffered = Buffered(state)
     with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), checkpoint.reading():
         loaded = dist_checkpointing.load(state | of_optimizer, str(checkpoint.path))
@@ -343,6 +344,21 @@ def _state_of(optimizer: Any, parts: dict[str, Any], metadata: dict[str, Any]) -
             f"expected an optimizer with states, found none under {error}, as before the first step: save after a "
             "step, or leave optimizer out"
         ) from error
+
+
+def _require_states(of_optimizer: dict[str, Any], checkpoint: TorchDistFolder) -> None:
+    """Raise if a checkpoint lacks states of an optimizer: its run has trained fewer parameters."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    states = [own.build() if isinstance(own, ShardedTensorFactory) else own for own in nested_values(of_optimizer)]
+    keys = {own.key for own in nested_values(states) if isinstance(own, ShardedTensor)}
+    if absent := sorted(keys - checkpoint.metadata.state_dict_metadata.keys()):
+        raise CheckpointError(
+            f"the checkpoint lacks {plural(len(absent), 'state')} of this optimizer, such as {absent[0]}: freeze what "
+            "its run had frozen before you make the optimizer, or leave optimizer out"
+        )
 
 
 def _require_one(paths: Sequence[str], folder: str | os.PathLike[str]) -> None:
