@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,6 +126,8 @@ def _logits(verdict: Verdict) -> str:
         f"largest difference to {reference} in fp32 {comparison.difference:.1e}, relative {comparison.relative:.1e} "
         f"(at most {comparison.tolerance:.0e}) over {comparison.count:,} logits up to {comparison.scale:.3g}"
     )
+    if math.isnan(comparison.difference):
+        said += "; some are NaN, as if a weight had numbers that are not finite"
     if comparison.images:
         said += f", with {text.plural(comparison.images, 'image')}"
     elif comparison.missing:

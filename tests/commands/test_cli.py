@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -643,3 +644,10 @@ def test_doctor_judges_versions(name: str, version: str, advice: str, is_problem
 )
 def test_bytes_as_people_read_them(value: int, said: str) -> None:
     assert text.num_bytes(value) == said
+
+
+def test_logits_that_are_nan_are_called_so() -> None:
+    found = Comparison(difference=float("nan"), scale=float("nan"), count=8)
+    verdict: Any = SimpleNamespace(logits=found, task=SimpleNamespace(adapter=None))
+    assert "WRONG" in report._logits(verdict)
+    assert "some are NaN, as if a weight had numbers that are not finite" in report._logits(verdict)

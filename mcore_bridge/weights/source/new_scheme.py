@@ -91,10 +91,11 @@ def new_scheme(specs: Iterable[TensorSpec], quantization: Quantization) -> Schem
     for spec in specs:
         if not _is_encoded(spec, kind, quantization):
             continue
+        inputs = spec.shape[-2 if kind == "mxfp4" else -1]
         if len(spec.shape) > 2 and quantization.method not in _STACKS:
             stacks.append(f"{spec.name} {list(spec.shape)}")
-        elif spec.shape[-2 if kind == "mxfp4" else -1] % group:
-            undivided.append(f"{spec.name} {list(spec.shape)}")
+        elif inputs % group:
+            undivided.append(f"{spec.name} {list(spec.shape)} with {inputs} inputs")
         else:
             parts = _MAKERS[kind](spec.name, spec.shape, grain, quantization.method)
             stored.update((part.name, part) for part in parts)
@@ -146,7 +147,7 @@ def _require_encodable(
     wrong = []
     if undivided:
         wrong.append(
-            f"{len(undivided)} weights must be matrices whose columns divide into groups of {kind} ({grain})"
+            f"{len(undivided)} weights must be matrices whose columns (inputs) divide into groups of {kind} ({grain})"
             f"{' and words of 8 codes' if kind == 'int4' else ''}, found "
             f"{', '.join(undivided[:5])}. {modules}"
         )
