@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from mcore_bridge.config.hf import read_fields
 from mcore_bridge.convert.assemble import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
+from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec, runs_within
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -160,7 +162,8 @@ def read_source(
         CheckpointError: the folder does not fit its config.
     """
     stored = open_folder(source)
-    own = widespread((tensor.dtype, tensor.nbytes) for tensor in stored.values())
+    is_encoded = any(isinstance(tensor, Encoded) for tensor in stored.values())
+    own = decoded_dtype(hf) if is_encoded else widespread((t.dtype, t.nbytes) for t in stored.values())
     model = whole_model(
         hf,
         dtype=dtype or own,
@@ -170,6 +173,13 @@ def read_source(
         head=head_of(hf, stored),
     )
     return model, check_source(model.entries, stored.for_model(model.mapping), model.mapping, dtype=dtype)
+
+
+def decoded_dtype(folder: Path) -> torch.dtype:
+    """The dtype in which encoded weights are decoded: of the config if it is a float of 16 or 32 bits, else bf16."""
+    fields = read_fields(folder / "config.json")
+    name = str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch.")
+    return {"float16": torch.float16, "float32": torch.float32}.get(name, torch.bfloat16)
 
 
 def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.config.hf import read_fields, write_fields
-from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
+from mcore_bridge.convert.conversion import Conversion, Progress, decoded_dtype, units_of_tensors
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.dtypes import dtype_name, has_overflown, wanted_dtype, warn_of_overflow
 from mcore_bridge.rules.encoded import Encoded
@@ -144,7 +144,7 @@ class ToPlain(Conversion):
 
 def plain_specs_of(stored: Source, folder: Path, dtype: torch.dtype | None) -> tuple[TensorSpec, ...]:
     """The tensors of a folder after decoding, in ``dtype`` or in the dtype of the config."""
-    decoded = dtype or _dtype_of(_fields(folder))
+    decoded = dtype or decoded_dtype(folder)
     return tuple(
         TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
         for name, t in stored.items()
@@ -154,9 +154,3 @@ def plain_specs_of(stored: Source, folder: Path, dtype: torch.dtype | None) -> t
 def _fields(folder: Path) -> dict[str, Any]:
     fields: dict[str, Any] = read_fields(folder / _CONFIG)
     return fields
-
-
-def _dtype_of(fields: dict[str, Any]) -> torch.dtype:
-    """The dtype of weights in a config if it is a float of 16 or 32 bits, else bf16."""
-    name = fields.get("dtype") or fields.get("torch_dtype")
-    return {"float16": torch.float16, "float32": torch.float32}.get(str(name), torch.bfloat16)

@@ -19,6 +19,7 @@ from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.convert.rank_files.rank_folder import iter_mg_weights
 from mcore_bridge.errors import BridgeError, CheckpointError, ConfigError
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
+from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.manifest import Manifest
 from tests import zoo
@@ -127,6 +128,19 @@ def test_a_quantized_folder_becomes_one_of_megatron_core_and_is_published_again(
             described[key] for key in ("quantization_config", "num_hidden_layers")
         ]
         assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_codes_are_decoded_to_the_dtype_of_the_config(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In an earlier version codes counted as bf16, so a folder in float16 was refused."""
+    hf = tiny("llama")
+    hf.dtype = dtype
+    quantized.write(hf, quantized.deepseek((8, 8), torch.float32), tmp_path / "quantized", dtype=dtype)
+    convert(tmp_path / "quantized", tmp_path / "dist", on_event=quiet)
+    convert(tmp_path / "quantized", tmp_path / "plain", plain=True, on_event=quiet)
+    found = TorchDistFolder.open(tmp_path / "dist").tensors.values()
+    assert {tensor.properties.dtype for tensor in found} == {dtype}
+    assert {spec.dtype for spec in Manifest.from_folder(tmp_path / "plain")} == {dtype}
 
 
 def test_a_description_encodes_as_on_a_mesh(tmp_path: Path) -> None:
