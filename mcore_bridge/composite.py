@@ -199,11 +199,14 @@ def own_fields(hf: "PretrainedConfig", inner: "PretrainedConfig", composite: Com
         name: value
         for name, value in without_unread(hf, composite.fields).items()
         if name in _DECIDED_BY_WHOLE or all(fields.get(name, absent) != value for fields in repeated)
+        if not (name in _DECIDED_BY_TEXT and name in text)
     }
 
 
 _DTYPES = ("dtype", "torch_dtype")
 _DECIDED_BY_WHOLE = frozenset({"model_type", "architectures"})
+_DECIDED_BY_TEXT = frozenset({"vocab_size"})
+"""Fields of the whole that transformers does not read. Its ``resize_token_embeddings`` changes the text's alone."""
 
 
 def spelling_in(names: Iterable[str], composite: Composite, embedding: str) -> Prefixes:

@@ -20,7 +20,6 @@ from mcore_bridge.config.rope_spelling import is_by_kind, respelled, speaks_rope
 from mcore_bridge.errors import ConfigError, shown
 from mcore_bridge.foreign_files import Hook, read_json
 from mcore_bridge.installed import plugins
-from mcore_bridge.rules.dtypes import AUTO
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -339,7 +338,7 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
     if isinstance(name := fields.get("dtype"), str):
         fields["dtype"] = name = _DTYPES.get(name, name.removeprefix("torch."))
-        if name == AUTO:  # for which transformers raises
+        if name == "auto":  # for which transformers raises
             del fields["dtype"]
         elif not isinstance(getattr(torch, name, None), torch.dtype):
             raise ConfigError(

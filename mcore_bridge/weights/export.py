@@ -210,7 +210,7 @@ def to_hf_state_dict(
         ExportError, MappingError, TargetError: as ``iter_hf_weights``.
 
     Example:
-        >>> state = mb.to_hf_state_dict(models)           # for load_state_dict of transformers
+        >>> state = mb.to_hf_state_dict(models)           # names and shapes of published files
         >>> len(state), state["model.norm.weight"].dtype
         (47, torch.float32)
     """

@@ -371,6 +371,13 @@ def test_a_head_dim_that_the_text_computes_anyway_is_accepted() -> None:
         mb.to_transformer_config(hf)
 
 
+def test_a_vocabulary_that_was_resized_is_that_of_the_text() -> None:
+    """transformers' ``resize_token_embeddings`` leaves the old number in the composite."""
+    for hf in map(tiny.config, ("voxtral", "llava")):
+        hf.vocab_size = hf.text_config.vocab_size + 8
+        assert mb.supports(hf)
+
+
 def fields_of(folder: Path) -> dict[str, Any]:
     """A config as transformers reads it, without the fields that name the writer."""
     return _without_writer(read_config(folder).to_dict())

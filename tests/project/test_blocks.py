@@ -27,6 +27,9 @@ dims = mb.ParallelDims(pp=int(os.environ["WORLD_SIZE"]))
 dims.initialize(device="cpu")
 models = mb.build_model("path/of/Qwen3-8B", dims=dims, dtype=torch.float32)
 """
+DRAFTS = """
+engines, drafts = [], mb.build_model("path/of/Qwen3-8B", dims=dims, dtype=torch.float32)
+"""
 TOKENS = """
 import torch
 input_ids = torch.arange(24).view(4, 6)
@@ -81,7 +84,7 @@ PAGES = {
     "docs/guide/drafts.md": ([TOKENS, ""], (2,)),
     "docs/guide/embedding.md": (["", TOKENS + ACTOR], (1, 2)),
     "docs/guide/load.md": (["", ""], (2,)),
-    "docs/guide/sync.md": ([MODELS + SYNC, VERIFY, "", "engines, drafts = [], models", "", ENGINE], (1,)),
+    "docs/guide/sync.md": ([MODELS + SYNC, VERIFY, "", DRAFTS, "", ENGINE], (1,)),
     "docs/reference/api.md": ([""], (1,)),
     "docs/guide/handing_on.md": ([""], (1, 2)),
     "docs/trainers/rlinf.md": ([MODELS + RLINF], (1, 2)),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mcore_bridge import ParallelDims
 from mcore_bridge.weights.transfer import collectives
 from mcore_bridge.weights.transfer.collectives import MODULUS, Group, lineup
+from mcore_bridge.weights.transfer.copier import CopyTable
 from mcore_bridge.weights.transfer.windows import Memory, Windows
 from tests.support import pool
 
@@ -69,7 +70,7 @@ def travelled(all_widths):
         lined_up = lineup(widths, group.num_stages)
         sent = (widths[group.rank],)
         memory = Memory(group, (sum(widths), 0), lambda size: torch.empty(size, dtype=torch.uint8))
-        windows = Windows(group, memory, number, widths, sent, lined_up)
+        windows = Windows(group, memory, number, widths, sent, lined_up, CopyTable([]))
         windows.own.fill_(group.rank + 1)
         windows.send()
         windows.wait()

@@ -128,7 +128,8 @@ def planned(model: str, mesh: str, engine: str, megabytes: float | None) -> tupl
     programs = [Program(plan, rank) for plan, rank in zip(plans, ranks, strict=True)]
     own = [program.plan for program in programs]
     numbers = range(len(own[0].messages))
-    copies = sum(len(programs[0].step(number, number).copies.table) for number in numbers)
+    tables = [table for n in numbers for table in (programs[0].step(n, n).copies, programs[0].headers(n))]
+    copies = sum(len(table.table) for table in tables)
     number = hash(tuple(plan.checksum() for plan in own)) % (1 << 32)
     return len(numbers), max(map(peak_bytes, own)), copies, number
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,10 +50,13 @@ class Memory:
         self.room = room
         self.all, self.own = map(allocate, room)
         self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)
-        self.buffers = Buffers([self.all, self.headers])
-        """The buffers between which headers are copied. A kernel gets their addresses only once."""
         self.arrived = torch.cuda.Event() if on_gpu else None
         self._stamps: dict[tuple[State, str], Tensor] = {}
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """The buffers between which headers are copied. A kernel gets their addresses only once."""
+        return Buffers([self.all, self.headers])
 
     def free(self) -> None:
         """Free the memory of windows."""
