@@ -206,7 +206,7 @@ def own_fields(hf: "PretrainedConfig", inner: "PretrainedConfig", composite: Com
 _DTYPES = ("dtype", "torch_dtype")
 _DECIDED_BY_WHOLE = frozenset({"model_type", "architectures"})
 _DECIDED_BY_TEXT = frozenset({"vocab_size"})
-"""Fields of the whole that transformers does not read. Its ``resize_token_embeddings`` changes the text's alone."""
+"""Fields that yield to those of the text: ``resize_token_embeddings`` of transformers changes the text's alone."""
 
 
 def spelling_in(names: Iterable[str], composite: Composite, embedding: str) -> Prefixes:

@@ -225,6 +225,21 @@ def read_fields(path: Path, hook: Hook | None = None) -> dict[str, object]:
     return fields
 
 
+def dtype_in(folder: Path) -> torch.dtype | None:
+    """The dtype in the config.json of a folder, or else in the config of its text; None without one.
+
+    Raises:
+        ConfigError: there is no such file, or torch has no such dtype.
+    """
+    fields = _spell(read_fields(folder / CONFIG))
+    while fields.get("dtype") is None and (nested := [fields[name] for name in _NESTED if name in fields]):
+        if not isinstance(nested[0], dict):
+            break
+        fields = nested[0]
+    name = fields.get("dtype")
+    return getattr(torch, name) if isinstance(name, str) else None
+
+
 def write_fields(path: Path, fields: Mapping[str, object]) -> None:
     """Write the fields of a config.json, or of another file of one JSON object. ``read_fields`` reads them."""
     path.write_text(json.dumps(fields, indent=2) + "\n")

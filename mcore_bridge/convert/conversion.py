@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mcore_bridge.config.hf import read_fields
+from mcore_bridge.config.hf import dtype_in
 from mcore_bridge.convert.assemble import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.rules.encoded import Encoded
@@ -177,9 +177,8 @@ def read_source(
 
 def decoded_dtype(folder: Path) -> torch.dtype:
     """The dtype in which encoded weights are decoded: of the config if it is a float of 16 or 32 bits, else bf16."""
-    fields = read_fields(folder / "config.json")
-    name = str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch.")
-    return {"float16": torch.float16, "float32": torch.float32}.get(name, torch.bfloat16)
+    own = dtype_in(folder)
+    return own if own in (torch.float16, torch.float32) else torch.bfloat16
 
 
 def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:

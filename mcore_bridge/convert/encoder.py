@@ -121,6 +121,11 @@ class Encoder:
         given = os.fspath(quantize) if isinstance(quantize, os.PathLike) else quantize
         return cls(given, folder, form.digest, Scheme(held), cast)
 
+    def with_copies(self, copies: Mapping[str, Sequence[str]]) -> Encoder:
+        """This encoder for tensors that are also written under other names: these get the same dtype."""
+        cast = {other: self.dtypes[name] for name, others in copies.items() if name in self.dtypes for other in others}
+        return replace(self, dtypes={**self.dtypes, **cast})
+
     @property
     def form(self) -> WeightFormat:
         """The open format. It is not kept, since it cannot be pickled."""

@@ -50,7 +50,8 @@ class ToHF(ModelConversion):
         linear = {part.name for entry in entries if is_linear(entry.held.name) for part in parts_of(entry)}
         is_unused = self.model.mapping.is_unused
         encoder = Encoder.plan(quantize, folder, [*specs_of(entries)], linear, dtype=dtype, is_unused=is_unused)
-        return replace(self, encoder=encoder)
+        done = replace(self, encoder=encoder)
+        return replace(done, encoder=encoder.with_copies(done.not_built.repeated))
 
     @property
     def options(self) -> object:

@@ -241,7 +241,8 @@ class WeightSync:
         if drafts is None:
             return None
         with raise_on_all(self._group, ALL_GO_ON, TransferError):
-            if drafts == self._models and not held_mtp_layers(vars(chunks_of(drafts)[0].config)):
+            chunks = chunks_of(drafts)
+            if chunks == chunks_of(self._models) and not held_mtp_layers(vars(chunks[0].config)):
                 raise TransferError(
                     "drafts=models means MTP layers of these models, found none: build them with "
                     'overrides={"mtp_num_layers": 1}, or pass what build_draft returns'

@@ -164,7 +164,8 @@ def save_hf_checkpoint(
             if world.rank == 0 and is_source(models, target):
                 require_held(target, *plain_dtypes(target, specs))
                 _warn(f"{target} is a folder that these models came from: this save replaces its weights")
-        require_alike(world, {"number of tensors, with those copied from the folder of the model": len(specs)})
+        copied = [len(specs), *not_built.repeated.values()]
+        require_alike(world, {"tensors copied from the folder of the model": copied})
         with together():
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
             files = opened.enter_context(ExitStack())

@@ -23,8 +23,8 @@ from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.manifest import Manifest
 from tests import zoo
-from tests.support import quantized
-from tests.support.conversions import StoppedError, assert_exact, quiet, stop_half_way
+from tests.support import mtp_checkpoints, quantized
+from tests.support.conversions import StoppedError, assert_exact, quiet, stop_half_way, written
 from tests.support.rlinf_files import PLAIN, asked
 from tests.support.strategies import random_state, save, tiny
 from tests.support.twins import read
@@ -141,6 +141,22 @@ def test_codes_are_decoded_to_the_dtype_of_the_config(dtype: torch.dtype, tmp_pa
     found = TorchDistFolder.open(tmp_path / "dist").tensors.values()
     assert {tensor.properties.dtype for tensor in found} == {dtype}
     assert {spec.dtype for spec in Manifest.from_folder(tmp_path / "plain")} == {dtype}
+
+
+def test_what_repeats_the_head_in_mtp_layers_has_its_dtype(tmp_path: Path) -> None:
+    """A checkpoint in fp32 leaves in the format of a folder whose MTP layers have plain copies of two tensors."""
+    hf, form = mtp_checkpoints.config("deepseek_v3"), quantized.deepseek((16, 16))
+    hf.num_nextn_predict_layers = 1
+    own = {name: tensor.clone() for name, tensor in mtp_checkpoints.published(hf).items()}
+    convert(written(own, hf, tmp_path / "fp32"), tmp_path / "dist", on_event=quiet)
+    state = {name: t if name.endswith("bias") else t.to(torch.bfloat16) for name, t in own.items()}
+    plain = {name: t for name, t in state.items() if name.endswith(("shared_head.head.weight", "embed_tokens.weight"))}
+    files = {name: t for name, t in form.files(state).items() if not name.startswith(tuple(plain))}
+    hf.quantization_config = form.note
+    folder = written(files | plain, hf, tmp_path / "fp8")
+    assert len(plain) == 3
+    convert(tmp_path / "dist", tmp_path / "back", hf=folder, quantize="as_published", on_event=quiet)
+    assert Manifest.from_folder(folder).differences(Manifest.from_folder(tmp_path / "back")) == ()
 
 
 def test_a_description_encodes_as_on_a_mesh(tmp_path: Path) -> None:

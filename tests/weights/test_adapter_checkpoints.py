@@ -92,7 +92,7 @@ def go_on(folder, target):
     with stepping.mesh(dims):
         (chunk,) = build(folder, dims)
         models, optimizer, _ = optimized([chunk.requires_grad_()], dims)
-        lacks = r"lacks \d+ states of this optimizer, such as optimizer\.state\.exp_avg\..*: freeze what its run had"
+        lacks = r"lacks \d+ states of this optimizer, such as optimizer\.state\.exp_avg\..*: freeze what it had frozen"
         with pytest.raises(CheckpointError, match=lacks):
             mb.load_checkpoint(models, target / "all", optimizer=optimizer)
     for number, sizes in enumerate(THERE):
@@ -113,6 +113,29 @@ def go_on(folder, target):
             base = mb.to_hf_state_dict(chunks, merged=False)
             assert all(torch.equal(base[name], tensor) for name, tensor in random_state(HF).items()), sizes
     return results
+
+
+def by_names_of_more_modules(folder):
+    """Adapters that a run has named with more modules than its model has load into those of its folder."""
+    with stepping.mesh(ParallelDims()):
+        models = build(folder, ParallelDims(), targets=("gate_proj", "up_proj", "down_proj"))
+        mb.save_hf_adapters(models, folder / "adapters")
+        mb.save_checkpoint(models, folder / "alone", part="adapters")
+        again = mb.build_model(folder, device="cpu", dtype=torch.float32)
+        mb.add_adapters(again, folder / "adapters")
+        written = adapters(again)
+        for name, tensor in held_tensors(again).items():
+            tensor.data.mul_(0 if is_adapter(name) else 1)
+        report = mb.load_checkpoint(again, folder / "alone", part="adapters")
+        read = adapters(again)
+        assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
+        return report.missing, report.unexpected
+
+
+def test_modules_that_a_model_lacks_do_not_count(tmp_path):
+    hf = tiny("qwen3_moe", vocab_size=97, mlp_only_layers=[], **MOE)
+    save(random_state(hf), hf, tmp_path)
+    assert pool.run(1, by_names_of_more_modules, tmp_path) == [((), ())]
 
 
 def test_training_goes_on_at_another_mesh(folder, tmp_path):

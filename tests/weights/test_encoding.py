@@ -248,21 +248,23 @@ def test_launches_make_all_that_one_of_two_holders_of_a_weight_sends(tmp_path: P
     assert all(map(all, pool.run(2, as_by_a_kernel, str(tmp_path))))
 
 
-def stopped_early(folder: str) -> None:
-    """One rank stops after a tensor, while a launch still encodes the others."""
-    mb.ParallelDims().initialize(device="cpu")
-    models = mb.build_model(folder, dims=mb.ParallelDims(), device="cpu", load_weights=False)
+def stopped_early(folder: str, dims: mb.ParallelDims) -> None:
+    """All ranks stop after a tensor, while a launch of the first one still encodes others."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, device="cpu", load_weights=False)
     spoil(models)
+    note = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     with launches_on_cpu(is_done=False):
-        pairs = mb.iter_hf_weights(models, quantize={"quant_method": "fp8", "weight_block_size": [8, 8]})
+        pairs = mb.iter_hf_weights(models, quantize=note, bucket_bytes=1 << 14)
         next(pairs)
         with pytest.raises(ExportError, match="finite numbers"):
             pairs.close()  # type: ignore[attr-defined]
 
 
-def test_codes_of_an_export_that_ends_early_are_checked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(pp=2)], ids=str)
+def test_codes_of_an_export_that_ends_early_are_checked(dims: mb.ParallelDims, tmp_path: Path) -> None:
     tiny("qwen3").save_pretrained(tmp_path)
-    pool.run(1, stopped_early, str(tmp_path))
+    pool.run(dims.pp, stopped_early, str(tmp_path), dims)
 
 
 class StackingEngine(nn.Module):

@@ -30,7 +30,7 @@ from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     require_same,
 )
 from mcore_bridge.weights.dist_checkpoint.common import require_equal
-from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, dtypes_of, sharded_states
+from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, dtypes_of, leaves_of, sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.fit_state import Buffered, fit_chain, respell, stack_layers
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
@@ -348,16 +348,15 @@ def _state_of(optimizer: Any, parts: dict[str, Any], metadata: dict[str, Any]) -
 
 def _require_states(of_optimizer: dict[str, Any], checkpoint: TorchDistFolder) -> None:
     """Raise if a checkpoint lacks states of an optimizer: its run has trained fewer parameters."""
-    from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    states = [own.build() if isinstance(own, ShardedTensorFactory) else own for own in nested_values(of_optimizer)]
-    keys = {own.key for own in nested_values(states) if isinstance(own, ShardedTensor)}
+    states = (own for own in nested_values(of_optimizer) if isinstance(own, ShardedTensor | ShardedTensorFactory))
+    keys = {leaf.key for own in states for leaf in leaves_of(own)}
     if absent := sorted(keys - checkpoint.metadata.state_dict_metadata.keys()):
         raise CheckpointError(
-            f"the checkpoint lacks {plural(len(absent), 'state')} of this optimizer, such as {absent[0]}: freeze what "
-            "its run had frozen before you make the optimizer, or leave optimizer out"
+            f"the checkpoint lacks {plural(len(absent), 'state')} of this optimizer, such as {absent[0]}. Its run had "
+            "none, or had frozen more: freeze what it had frozen before you make the optimizer, or leave optimizer out"
         )
 
 

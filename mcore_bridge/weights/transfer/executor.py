@@ -151,16 +151,22 @@ class _Exchange:
                     self._advance(None, number + MESSAGES_IN_FLIGHT)
                 raise_failures(failures)
                 if ends:
-                    return
+                    break
         finally:
             for windows in self._sent:  # the same messages on every rank, since all ranks read equal states
                 windows.wait()
+        self._check(len(self._messages) - 1, waits=True)
         require_all(self._group, str(self._failure or ""))  # no window was left to carry the state
 
-    def _check(self, number: int) -> None:
-        """Fail if a number of a message that has arrived could not be encoded. Its launches are done by now."""
+    def _check(self, number: int, *, waits: bool = False) -> None:
+        """Fail if a number could not be encoded. For what this rank sends with a message that has arrived, it is known.
+
+        Args:
+            number: the message.
+            waits: as for ``Sources.check``.
+        """
         try:
-            self._held.check(waits=False)
+            self._held.check(waits=waits)
         except ExportError as problem:
             self._fail(problem, number)
 
