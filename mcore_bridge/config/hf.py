@@ -231,13 +231,16 @@ def dtype_in(folder: Path) -> torch.dtype | None:
     Raises:
         ConfigError: there is no such file, or torch has no such dtype.
     """
-    fields = _spell(read_fields(folder / CONFIG))
-    while fields.get("dtype") is None and (nested := [fields[name] for name in _NESTED if name in fields]):
-        if not isinstance(nested[0], dict):
-            break
-        fields = nested[0]
-    name = fields.get("dtype")
-    return getattr(torch, name) if isinstance(name, str) else None
+    return _dtype_of(_spell(read_fields(folder / CONFIG)))
+
+
+def _dtype_of(fields: object) -> torch.dtype | None:
+    if not isinstance(fields, dict):
+        return None
+    if isinstance(name := fields.get("dtype"), str):
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    return next(filter(None, map(_dtype_of, map(fields.get, _NESTED))), None)
 
 
 def write_fields(path: Path, fields: Mapping[str, object]) -> None:

@@ -119,12 +119,19 @@ def not_built_of(
     for name in source:
         if mapping.is_not_built(name) and not left_out(name):
             own = mapping.repeated_by(name)
-            if own is not None and own in source and own not in form.files and are_equal(source, own, name):
+            if own is not None and _repeats(source, name, own, form):
                 repeated[own] = (*repeated.get(own, ()), name)
                 continue
             specs += source.raw_specs(name) if form.source else (TensorSpec.of(name, source[name]),)
             in_mtp += [name] if mapping.is_unbuilt_mtp(name) else []
     return NotBuilt(tuple(specs), folder, tuple(in_mtp), sources, form.source is not None, repeated)
+
+
+def _repeats(source: Source, name: str, own: str, form: WeightFormat) -> bool:
+    """Whether a tensor of a folder has the dtype and the values of a plain one, so a save writes that one twice."""
+    if own not in source or own in form.files or source[own].dtype != source[name].dtype:
+        return False
+    return are_equal(source, own, name)
 
 
 def _require_folder(folder: str | None) -> None:

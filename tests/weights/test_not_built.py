@@ -109,6 +109,17 @@ def test_mtp_layers_that_are_not_built_are_copied_or_dropped(name: str, tmp_path
     assert "=0 instead of 1" in caplog.text
 
 
+@pytest.mark.skipif("deepseek_v3" not in CASES, reason="the installed transformers lacks it")
+def test_a_copy_in_an_mtp_layer_that_has_another_dtype_stays(tmp_path: Path) -> None:
+    """A save in place would lose bits of it otherwise."""
+    hf, state, own = source_of("deepseek_v3", tmp_path / "source")
+    (copy,) = (name for name in own if name.endswith("embed_tokens.weight"))
+    state[copy] = state[copy].float()
+    folder = written(state, hf, tmp_path / "other")
+    mb.save_hf_checkpoint(built(folder, dtype=torch.bfloat16), folder)
+    assert_exact(folder, state)
+
+
 @pytest.mark.skipif("glm4_moe" not in CASES, reason="the installed transformers lacks it")
 @pytest.mark.parametrize("how", ["overridden", "without a folder", "from a mapping", "vanished", "critic", "lost"])
 def test_a_config_counts_no_mtp_layers_that_cannot_be_copied(how: str, tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def description(adapters: Adapters) -> dict[str, Any]:
 def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
     """Raise ``CheckpointError`` if a checkpoint describes other adapters than the model has.
 
-    Modules that the chunks of this rank do not have do not count: a folder may name none of them, and targets all.
+    Only modules of this rank's chunks count. ``targets`` may name more modules than a model has, and a folder of its
+    adapters does not name them.
 
     Args:
         saved: the description in the checkpoint; None if there is none.

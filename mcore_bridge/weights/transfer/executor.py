@@ -159,7 +159,9 @@ class _Exchange:
         require_all(self._group, str(self._failure or ""))  # no window was left to carry the state
 
     def _check(self, number: int, *, waits: bool = False) -> None:
-        """Fail if a number could not be encoded. For what this rank sends with a message that has arrived, it is known.
+        """Fail if a number could not be encoded.
+
+        When a message has arrived, the launches are done that encode what this rank sends with this message.
 
         Args:
             number: the message.
